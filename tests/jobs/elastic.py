@@ -391,7 +391,8 @@ def play(drama: Drama) -> tuple[list[str], list[float], int]:
         died = {index for index, _, _ in crew.killed}
         for index, code in codes.items():
             text = crew.reports[index][-1].get("text", "")
-            late = index in died and "to start" in text  # It came after the end of the job.
+            # It came after the end of the job.
+            late = index in died and ("to start" in text or "answers any more" in text)
             if code not in ((0, -signal.SIGKILL) if index in died else (0,)) and not late:
                 wrong.append(f"worker {index} ended with {code}: {text}")
         wrong += crew.faults()
