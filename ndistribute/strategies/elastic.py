@@ -28,7 +28,7 @@ from ndistribute.collective.communicator import (
     Communicator,
 )
 from ndistribute.collective.meeting import JobOver, Joined, LoopOver, Meetings, NotAMember
-from ndistribute.collective.membership import Elastic, RosterPlan, WorkerReport
+from ndistribute.collective.membership import Elastic, Roster, WorkerReport
 from ndistribute.collective.objects import all_gather_object
 from ndistribute.collective.select import join_members
 from ndistribute.collective.workers import Workers
@@ -140,6 +140,8 @@ class ElasticSession:
                 with contextlib.suppress(WorkerLostError):  # A lost member: meet again.
                     self._form(joined)
                     self._meetings.establish(joined.plan)
+        except NotAMember:  # A job runs, and was not seen at first.
+            self.is_newcomer = True
         except BaseException:
             self.close()
             raise
@@ -153,7 +155,8 @@ class ElasticSession:
 
     def close(self) -> None:
         """Leave the job, and free all resources."""
-        if signal.getsignal(signal.SIGTERM) == self._on_notice:
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and signal.getsignal(signal.SIGTERM) == self._on_notice:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with contextlib.ExitStack() as each:
             each.callback(self._meetings.close)
@@ -195,7 +198,10 @@ class ElasticSession:
         """Return a nest whose arrays are concatenated over workers, in rank order."""
 
         def gather() -> Any:
-            return value if self.workers is None else self.workers.all_gather(value, axis)
+            if self.workers is None:
+                return value
+            self.workers.users_call = self.users_call
+            return self.workers.all_gather(value, axis)
 
         return self.attempt(gather)
 
@@ -370,19 +376,20 @@ class ElasticSession:
                     self.changes += 1
                     if outcome.commits[rank]:
                         complete, clean, self._unit = True, True, self._unit + 1
+                        self.state.end()
                         self.at_batch = False
                     else:
                         self.state.take_back()
                         clean = clean or not outcome.lacks[rank]
                     prepared = False
                     self._synchronise(reports, outcome)
+                    self._tell(joined.plan.roster, time.monotonic() - begun)
                     self._meetings.establish(joined.plan)
                 break
             except WorkerLostError as error:  # Of a member of the new group.
                 _log.info("the new group of workers failed (%s): they meet again", error)
                 suspects = self._leave_group()
         self.is_newcomer = False
-        self._tell(joined.plan, time.monotonic() - begun)
         return complete
 
     def _meet(self, prepared: bool, clean: bool, suspects: Sequence[int]) -> Joined:
@@ -425,8 +432,8 @@ class ElasticSession:
         if workers is None:
             return []
         workers.held.close()
-        name = "ndistribute farewell"
-        thread = threading.Thread(target=workers.peers.close, name=name, daemon=True)
+        # On a thread of the package's name, `close` would start another one.
+        thread = threading.Thread(target=workers.peers.close, name="elastic farewell", daemon=True)
         thread.start()
         self._closing = [each for each in self._closing if each.is_alive()] + [thread]
         return sorted(workers.peers.lost)
@@ -477,10 +484,17 @@ class ElasticSession:
         with self.workers.meeting("the state of a worker") as communicator:  # type: ignore[union-attr]
             return communicator.broadcast(values, source)  # type: ignore[no-any-return]
 
-    def _tell(self, plan: RosterPlan, seconds: float) -> None:
-        tasks = ", ".join(member.task for member in plan.roster.members)
-        text = "membership %d after %.0f ms: %s"
-        _log.warning(text, plan.roster.number, seconds * 1e3, tasks)
+    def _tell(self, roster: Roster, seconds: float) -> None:
+        """Log who has come and gone, and how long the change took; a warning on the chief."""
+        before = () if self._meetings.roster is None else self._meetings.roster.members
+        lost = ", ".join(member.task for member in before if member not in roster.members)
+        come = ", ".join(member.task for member in roster.members if member not in before)
+        parts = [f"lost {lost}"] if lost else []
+        parts += [f"{come} joined"] if come and before else []
+        what = f"{'; '.join(parts) or 'joined'}: {len(roster.members)} workers go on"
+        level = logging.INFO if self.rank else logging.WARNING
+        text = "membership %d: %s after %.0f ms"
+        _log.log(level, text, roster.number, what, seconds * 1e3)
 
 
 def code_of(function: Any) -> Hashable:
