@@ -241,6 +241,7 @@ class ElasticSession:
                 self._change(prepared=False)
             except LoopOver:
                 _log.warning("loop %d ended before this worker came, and is skipped", self.loop)
+                self.end_loop()
                 return False
             except JobOver:
                 _log.info("the job has ended before this worker joined")
