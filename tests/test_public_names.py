@@ -9,7 +9,7 @@ import ndistribute as nd
 
 STRATEGY = """
     close cluster_resolver devices distribute_dataset distribute_datasets_from_function
-    distribute_values_from_function experimental_distribute_dataset
+    distribute_values_from_function elastic experimental_distribute_dataset
     experimental_distribute_values_from_function experimental_local_results experimental_run_v2
     gather is_chief local_results num_replicas_in_sync reduce run scope
 """
@@ -43,7 +43,7 @@ OBJECTS = {
     ),
     "distributed dataset": (
         lambda: nd.get_strategy().distribute_dataset(nd.Dataset.range(3).batch(1)),
-        "cardinality element_spec",
+        "cardinality divided_among element_spec",
     ),
     "optimizer": (
         nd.optimizers.SGD,

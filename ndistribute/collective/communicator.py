@@ -112,6 +112,8 @@ class Communicator:
         purpose: what the next calls are for; it must be the same on all replicas.
         part_of: the number of the call that the next calls are parts of, or None.
         guard: the context of a call; it records which calls of the step have completed.
+        has_written: whether a call has begun to write variables, since this was set to False.
+        waited_since: whether a later call involved other processes.
         gradient_memory: the function of the backend.
 
     >>> import numpy as np
@@ -136,6 +138,7 @@ class Communicator:
         self.calls_made = 0
         self.purpose = ""
         self.part_of: int | None = None
+        self.has_written = self.waited_since = False
         self._timeout = (options or CommunicationOptions()).timeout
         self._outputs = Outputs()
         self.gradient_memory = backend.gradient_memory
@@ -223,7 +226,8 @@ class Communicator:
         """
         if self.size == 1:
             return combine([value])
-        with self._numbered(kind, None, (), counts=writes) as call:
+        with self._numbered(kind, None, (), counts=writes, waits=False) as call:
+            self.has_written |= writes
             return self._backend.merge(call, value, combine)
 
     def reduce_update(
@@ -245,9 +249,14 @@ class Communicator:
         op = ReduceOp.parse(op)
         _, inputs, signature = self._taken(arrays, op)
         backend = self._backend if everywhere else self._local
+
+        def begin() -> Any:
+            self.has_written = True
+            return update.begin()
+
         # Error messages name the method that users call.
         with self._numbered("apply_gradients", op.name, signature) as call:
-            return backend.reduce_update(call, inputs, op, update)
+            return backend.reduce_update(call, inputs, op, Update(begin, update.apply))
 
     def owned_part(self, count: int) -> slice:
         """Return which of `count` rows this replica updates, among the replicas of its memory."""
@@ -291,13 +300,20 @@ class Communicator:
         return tree.unflatten(value, results)
 
     def _numbered(
-        self, kind: str, op: str | None, signature: Signature, wait: float = 0, counts: bool = True
+        self,
+        kind: str,
+        op: str | None,
+        signature: Signature,
+        wait: float = 0,
+        counts: bool = True,
+        waits: bool = True,
     ) -> _Guard:
         """Return a context that yields the next call, which waits for `wait` seconds if given.
 
         Recovery compares its completion if `counts`: if every replica receives from all others in
-        it, or if it writes variables.
+        it, or if it writes variables. A call that `waits` involves other processes.
         """
+        self.waited_since |= waits and self.has_written
         if current_trace() is not None and not self._backend.is_traced:
             raise TypeError(
                 f"{kind} in a compiled function, which each of {self.size} replicas calls for "

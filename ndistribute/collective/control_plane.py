@@ -80,15 +80,23 @@ class WaitMonitor:
 
 
 class ControlPlane:
-    """The control plane of one process; all processes must start within `timeout` seconds."""
+    """The control plane of one process; all processes must start within `timeout` seconds.
 
-    def __init__(self, info: ProcessInfo, timeout: float = 300.0) -> None:
+    `check_start` is called while this process waits for the others to start, and may raise.
+    """
+
+    def __init__(
+        self,
+        info: ProcessInfo,
+        timeout: float = 300.0,
+        check_start: Callable[[], None] = lambda: None,
+    ) -> None:
         self.rank, self.size = info.rank, info.size
         self.others = frozenset(range(info.size)) - {info.rank}
         self.where = StepTracker()
         self.cut_off_at = float("inf")  # When rank 0 left and control messages ended.
         self.wake: Callable[[], None] | None = None  # Ends the sleep of a call in shared memory.
-        self._info = info
+        self._info, self._check_start = info, check_start
         self._broken: dict[int, star.StepFailure] = {}  # By generation; others may be ahead.
         self._failures: dict[int, star.StepFailure] = {}  # By rank, in steps not over here.
         self._lost: set[int] = set()
@@ -101,7 +109,7 @@ class ControlPlane:
         self._begin(0)
         deadline = time.monotonic() + timeout
         try:
-            self.star = star.Star(info, self._on_message, timeout)
+            self.star = star.Star(info, self._on_message, timeout, check_start)
             self._data.report, self._data.cut_off = self.star.report, self._cut_off
         except BaseException:
             self._data.close()
@@ -135,6 +143,24 @@ class ControlPlane:
     def is_broken_here(self) -> bool:
         """Whether the group broke in the current or the last step of this process, not later."""
         return self.cause is not None and self.cause.place[0] <= max(0, self.where.last[0])
+
+    @property
+    def lost(self) -> set[int]:
+        """The ranks that were lost without a GoodBye."""
+        return self._lost - set(self.where.departed)
+
+    @property
+    def gone(self) -> set[int]:
+        """The ranks that were lost, or have left."""
+        return self._lost.union(self.where.departed)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the group is broken because of its members, not by an error in a step."""
+        cause = self.cause
+        if cause is None:
+            return bool(self.gone)
+        return cause.error.kind == errors.WorkerLostError.__name__
 
     @property
     def has_failure(self) -> bool:
@@ -295,7 +321,8 @@ class ControlPlane:
         members: list[bytes] = []
         while not members:
             try:
-                until = min(deadline, report.due)
+                self._check_start()
+                until = min(deadline, report.due, time.monotonic() + _REPEAT_SECONDS[0])
                 members = self._meet(star.JOIN, details, until - time.monotonic())
             except errors.CollectiveTimeoutError as error:
                 if self.cause is not None:
@@ -374,7 +401,7 @@ class ControlPlane:
         return [rank for rank in range(self.size) if passed and rank not in passed]
 
     def _refuse_gone(self, kind: str, ranks: Iterable[int]) -> None:
-        for rank in sorted(self._lost.union(self.where.departed).intersection(ranks)):
+        for rank in sorted(self.gone.intersection(ranks)):
             raise self.error_for(Call(0, kind), rank)
 
     def _refuse_closed(self) -> NoReturn:

@@ -92,8 +92,10 @@ class WorkerReport(Record, frozen=True):
     clean: bool = True
     kept: bool = False
     loop: int = 0
+    input: int = 0
     batch: int = 0
     newcomer: bool = False
+    admits: bool = True  # Whether newcomers may join in its unit.
     group_address: str = ""  # Where it would accept the connections of the new group.
 
 
@@ -289,11 +291,16 @@ class RosterMeeting:
                 return f"{_named(absent)}, {why}"
             return "workers that were cut off, and may have gone on since their witnesses ended"
         staying = [self.arrivals[name] for name in self.members if name in here]
-        coming = self.admitted(len(staying)) if admits else []
+        members = [each.report for each in staying if not each.report.newcomer]
+        last = max((report.unit for report in members), default=0)
+        # Others than these are in earlier units, and the next unit of all admits newcomers.
+        can_join = any(report.admits and report.unit == last for report in members)
+        coming = self.admitted(len(staying)) if admits and can_join else []
+        least = self._limits.min_workers if can_join else 1
         doubts = {
             doubt: None for roster in rosters for doubt in [*roster.doubts, self._doubt(roster)]
         }
-        return self._plan([*staying, *coming], rosters[-1].number + 1, new_id, doubts)
+        return self._plan([*staying, *coming], rosters[-1].number + 1, new_id, doubts, least)
 
     def _begin(self, waited: float, new_id: str) -> RosterPlan | str:
         """Return the first roster of a job, if all workers or enough of them have come."""
@@ -304,12 +311,17 @@ class RosterMeeting:
         enough = waited >= FIRST_WAIT_SECONDS and len(starting) > len(missing)
         if missing and not (enough and len(starting) >= self._limits.min_workers):
             return f"the workers at {shortened(missing)} to start"
-        return self._plan(starting[: self._limits.max_workers], 1, new_id, ())
+        least = self._limits.min_workers
+        return self._plan(starting[: self._limits.max_workers], 1, new_id, (), least)
 
     def _plan(
-        self, arrivals: Sequence[Arrival], number: int, new_id: str, doubts: Iterable[Doubt]
+        self,
+        arrivals: Sequence[Arrival],
+        number: int,
+        new_id: str,
+        doubts: Iterable[Doubt],
+        least: int,
     ) -> RosterPlan | str:
-        least = self._limits.min_workers
         if len(arrivals) < least:
             return f"more workers: {len(arrivals)} are there, and min_workers is {least}"
         members = tuple(each.member for each in arrivals)

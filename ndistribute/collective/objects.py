@@ -28,7 +28,8 @@ _ERRORS = {"TypeError": TypeError, "ValueError": ValueError, "": ValueError}
 class ProcessGroup(Protocol):
     """The processes of a job; a `Communicator` has this interface."""
 
-    rank: int
+    @property
+    def rank(self) -> int: ...
 
     def all_gather(self, value: Any, axis: int) -> Any: ...
 

@@ -254,10 +254,28 @@ def join_workers(
         info = bootstrap.info_from_rank_0(addresses[0], rank, len(addresses))
     else:
         info = bootstrap.info_from_addresses(addresses, rank)
-    peers = ControlPlane(info, timeout=options.timeout)
+    return join_members(info, devices, options, over_mpi=over_mpi)
+
+
+def join_members(
+    info: bootstrap.ProcessInfo,
+    devices: Sequence[Device],
+    options: CommunicationOptions,
+    check: Callable[[], None] = lambda: None,
+    *,
+    over_mpi: bool = False,
+    may_use_nccl: bool = True,
+) -> Workers:
+    """Return the group of the processes that know of each other, once all have joined.
+
+    `check` is called during the wait; it may raise if a member is lost.
+    """
+    peers = ControlPlane(info, options.timeout, check)
     try:
         _check_alike(peers, options)
-        return Workers(peers, _process_backend(peers, options, over_mpi), devices, options)
+        workers = Workers(peers, _process_backend(peers, options, over_mpi), devices, options)
+        workers.may_use_nccl = may_use_nccl
+        return workers
     except BaseException as error:
         peers.abort(error)
         peers.close()
@@ -347,7 +365,7 @@ def _workers_want_nccl(workers: Workers) -> bool:
     if obstacle is not None and wish is CommunicationImplementation.NCCL:
         raise ValueError(f"implementation='nccl': {obstacle}; or pass implementation='auto'.")
     possible = (CommunicationImplementation.AUTO, CommunicationImplementation.NCCL)
-    return obstacle is None and wish in possible
+    return workers.may_use_nccl and obstacle is None and wish in possible
 
 
 def _wants_nccl(devices: Sequence[Device], wish: CrossDeviceOps | None) -> bool:

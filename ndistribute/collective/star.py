@@ -160,9 +160,13 @@ class Star:
     """
 
     def __init__(
-        self, info: ProcessInfo, on_message: Callable[[int, Message], None], timeout: float
+        self,
+        info: ProcessInfo,
+        on_message: Callable[[int, Message], None],
+        timeout: float,
+        check_start: Callable[[], None] = lambda: None,
     ) -> None:
-        self._info = info
+        self._info, self._check_start = info, check_start
         self._handle = on_message
         self._obstacles: dict[tuple[int, int], str] = {}  # By the sender and the other rank.
         self._links: dict[int, Connection] = {}
@@ -301,6 +305,7 @@ class Star:
         hello = Hello(f"worker {info.rank}", "control", "worker 0", details=info.details())
         deadline, report = time.monotonic() + timeout, WaitReport(f"worker {info.rank}")
         for _ in Attempts(deadline, _RETRY_SECONDS):
+            self._check_start()
             connection = None
             try:
                 who = info.first, info.credentials, hello, _messages

@@ -77,6 +77,7 @@ class Workers:
         users_call: the call of the user that all processes are in, if that is known.
         identities: the `device_identity` of each device of each process.
         cores: the number of this host's cores for this process.
+        may_use_nccl: whether NCCL may connect the GPUs of all workers.
         held: what `close` frees, and functions that it calls to drop references to shared memory.
     """
 
@@ -89,6 +90,7 @@ class Workers:
     ) -> None:
         self.rank, self.size = peers.rank, peers.size
         self.users_call = ""
+        self.may_use_nccl = True
         timeline.identify(f"rank {self.rank}", [f"rank {k}" for k in range(self.size)])
         self.peers = peers
         self.backend = backend

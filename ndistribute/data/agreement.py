@@ -18,10 +18,10 @@ from ndistribute import tree
 from ndistribute.collective.objects import ProcessGroup, all_gather_object
 from ndistribute.data.elements import Element
 from ndistribute.data.options import AutoShardPolicy, Sharding, Topology
-from ndistribute.data.pipeline import Epoch, Node, facts, upstream
+from ndistribute.data.pipeline import Epoch, Node, facts, number_of_files, upstream
 from ndistribute.data.steps import COMPLETE_IT, PipelineStep, Position, Progress
 from ndistribute.devices import Device, copy_to
-from ndistribute.errors import DistributeError
+from ndistribute.errors import DistributeError, WorkerLostError
 from ndistribute.values import PerReplica
 
 # Instead of a shard's number: marks the row with the status of a worker.
@@ -50,14 +50,18 @@ _FAILED = "failed"
 
 
 def choose_sharding(
-    node: Node, policy: AutoShardPolicy, num_workers: int, can_agree: bool
+    node: Node, policy: AutoShardPolicy, num_workers: int, can_agree: bool, anew: bool = False
 ) -> Sharding:
-    """Return how the workers divide a pipeline; by files only if they `can_agree` on their end."""
+    """Return how the workers divide a pipeline; by files only if they `can_agree` on their end.
+
+    If workers divide it `anew`, there may be too few files for `FILE`: some workers then get none.
+    """
     if policy is AutoShardPolicy.OFF:
         return Sharding.OFF
     if policy is AutoShardPolicy.DATA or num_workers == 1:
         return Sharding.DATA
-    hindrance = _hindrance(node, num_workers, can_agree)
+    fewest = 1 if anew and policy is AutoShardPolicy.FILE else num_workers
+    hindrance = _hindrance(node, fewest, can_agree)
     if policy is AutoShardPolicy.FILE and hindrance is not None:
         raise ValueError(f"AutoShardPolicy.FILE {hindrance}")
     return Sharding.FILE if hindrance is None else Sharding.DATA
@@ -96,24 +100,34 @@ def _hindrance(node: Node, num_workers: int, can_agree: bool) -> str | None:
     return None
 
 
-def begin(node: Node, topology: Topology, sharding: Sharding) -> tuple[Epoch, Progress]:
-    """Return the next epoch of a pipeline and its progress; collective with a process group."""
-    epoch = Epoch.begin(node)
+def begin(node: Node, topology: Topology, sharding: Sharding, least: int) -> tuple[Epoch, Progress]:
+    """Return the next epoch of a pipeline and its progress; collective with a process group.
+
+    The seeds of its shuffles are those of epoch `least` or a later one.
+    """
+    epoch = Epoch.begin(node, least)
     seeds = list(epoch.seeds.values())
     shards = 1 if sharding is Sharding.DATA else topology.num_workers
     of_workers = [seeds] * topology.num_workers
     if topology.workers is not None:
         alike = sharding in (Sharding.DATA, Sharding.FILE)
         note = {"auto_shard_policy": sharding.value} | (facts(node) if alike else {})
-        notes = _notes_of_all(topology.workers, "the start of an epoch", {**note, "seeds": seeds})
+        try:
+            notes = _notes_of_all(
+                topology.workers, "the start of an epoch", {**note, "seeds": seeds}
+            )
+        except WorkerLostError:  # Those who remain begin it again, in the same order.
+            epoch.give_back()
+            raise
         of_workers = [theirs.pop("seeds") for theirs in notes]
         if alike:
             _check_alike("distribute_dataset", notes, _SEPARATELY)
             of_workers = of_workers[:1] * topology.num_workers
         if of_workers[topology.worker_index] != seeds:
             epoch = Epoch.resume(node, of_workers[0])
-    files = sum(len(step.files or ()) for step in upstream(node))
-    return epoch, Progress(sharding, files, of_workers[:shards], [Position()] * shards)
+    files = 0 if sharding is Sharding.FUNCTION else number_of_files(node)
+    positions = [Position()] * shards
+    return epoch, Progress(sharding, files, topology.replica_counts, of_workers[:shards], positions)
 
 
 def compared(steps: Iterator[PipelineStep], workers: ProcessGroup) -> Iterator[PipelineStep]:

@@ -26,14 +26,14 @@ from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.collective.select import make_group
 from ndistribute.collective.workers import ReplicaGroup, Workers
 from ndistribute.context import Frame, ReplicaContext, chosen, current_frame, entered
-from ndistribute.data import Topology, distribute, distribute_from_function
+from ndistribute.data import DistributedDataset, Topology, distribute, distribute_from_function
 from ndistribute.devices import Array, Device, copy_to, device_of, to_host
 from ndistribute.strategies import reductions
 from ndistribute.strategies.replicas import ReplicaPool
 from ndistribute.transport.failure_detector import not_for_forks
 from ndistribute.values import PerReplica
 from ndistribute.variables.mirrored import MirroredVariable, ShardedVariable, SyncOnReadVariable
-from ndistribute.variables.policy import VariablePolicy, VariableSynchronization
+from ndistribute.variables.policy import VariablePolicy, VariableSynchronization, Write
 from ndistribute.variables.variable import Variable
 
 # How long `run` waits for another thread's `run` of the same strategy.
@@ -92,6 +92,7 @@ class Strategy:
         devices: the device of each replica of this process.
         cluster_resolver: describes the job; None for a strategy of one process.
         workers: the group of processes that reduce together; None for a strategy of one process.
+        leave: called at the end to leave the job; None: `workers` are closed.
 
     >>> import ndistribute as nd
     >>> isinstance(nd.MirroredStrategy(["cpu:0"]), nd.Strategy)
@@ -100,13 +101,15 @@ class Strategy:
 
     #: Names that `dir` and completion omit: only the package and extensions of it use them.
     _internal = frozenset(
-        "across_workers agree_on input_topology is_default let_go make_group "
-        "make_variable needs_equal_parts numbers replica_contexts running_on serial "
+        "across_workers agree_on attempt input_topology is_default let_go make_group "
+        "make_variable needs_equal_parts note_variable note_write numbers regroup "
+        "replica_contexts running_on serial session "
         "variable_kinds".split()
     )
     is_default = False
     needs_equal_parts = False  # Whether all replicas must have as many rows of a batch.
     _refusal = ""  # Why `run` refuses, once it does.
+    _good_bye: Callable[[], Any] | None = None
     #: The class of variable for each synchronization.
     variable_kinds: ClassVar[Mapping[VariableSynchronization, type[Variable]]] = {
         VariableSynchronization.ON_WRITE: MirroredVariable,
@@ -118,13 +121,14 @@ class Strategy:
         devices: Sequence[Device],
         cluster_resolver: ClusterResolver | None = None,
         workers: Workers | None = None,
+        leave: Callable[[], None] | None = None,
     ) -> None:
         self._devices = tuple(devices)
         self._resolver = cluster_resolver
         self._workers = workers
-        if workers is not None:
+        if workers is not None or leave is not None:
             # The other workers wait for this, so it also runs if the program never calls close.
-            self._good_bye = weakref.finalize(self, workers.close)
+            self._good_bye = weakref.finalize(self, leave or workers.close)  # type: ignore[union-attr]
         self.serial = next(_serials)  # Strategies made later have higher numbers.
         self._process = os.getpid()
         self._turn = threading.RLock()  # Reentrant: only its owner can release it.
@@ -154,7 +158,7 @@ class Strategy:
 
     def _on_close(self) -> None:
         """Release the resources that the strategy has besides its replicas."""
-        if self._workers is not None:
+        if self._good_bye is not None:
             self._good_bye()
 
     # Methods that variables and input pipelines call.
@@ -164,12 +168,26 @@ class Strategy:
         workers = self._workers
         return value if workers is None else reductions.components_of_workers(value, workers)
 
-    def agree_on(self, initial_value: Any, what: str) -> Any:
-        """Return rank 0's initial value of a new variable, which `what` describes."""
+    def agree_on(self, initial_value: Any, policy: VariablePolicy) -> Any:
+        """Return rank 0's initial value of a new variable."""
         if self._workers is None:
             return initial_value
+        what = f"variable {policy.name!r} ({policy})"
         chiefs = self._workers.agree(np.asarray(to_host(initial_value)), what)
         return copy_to(np.asarray(chiefs), device_of(initial_value))
+
+    def attempt(self, call: Callable[[], T]) -> T:
+        """Return what a function returns, which may involve other workers.
+
+        Where workers come and go, the function is called again until all have completed it.
+        """
+        return call()
+
+    def note_variable(self, variable: Variable) -> None:
+        """Take notice of a new variable of this strategy."""
+
+    def note_write(self, variable: Variable, write: Write) -> None:
+        """Take notice of a write outside of replicas to a variable with components."""
 
     @property
     def input_topology(self) -> Topology:
@@ -289,8 +307,13 @@ class Strategy:
         """
         self._cross_replica_frame("reduce", "merge_call or all_reduce")
         op = ReduceOp.parse(reduce_op)
-        value = self.across_workers(value)
-        return reductions.reduce_value(op, value, axis, self.devices[0], self.num_replicas_in_sync)
+
+        def reduced() -> Any:
+            everyone = self.across_workers(value)
+            count = self.num_replicas_in_sync
+            return reductions.reduce_value(op, everyone, axis, self.devices[0], count)
+
+        return self.attempt(reduced)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Return the components of all replicas, concatenated in replica order.
@@ -304,8 +327,13 @@ class Strategy:
             RuntimeError: called inside a replica.
         """
         self._cross_replica_frame("gather", "all_gather")
-        value = self.across_workers(value)
-        return reductions.gather_value(value, axis, self.devices[0], self.num_replicas_in_sync)
+
+        def gathered() -> Any:
+            everyone = self.across_workers(value)
+            count = self.num_replicas_in_sync
+            return reductions.gather_value(everyone, axis, self.devices[0], count)
+
+        return self.attempt(gathered)
 
     def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Return a dataset that splits each global batch into one part per replica.
@@ -331,6 +359,17 @@ class Strategy:
         """
         self._refuse_if_closed()
         return distribute_from_function(dataset_fn, self.input_topology, options)
+
+    def elastic(self, batches: Any) -> Any:
+        """Return batches to iterate over in a loop whose workers may come and go.
+
+        Here workers do not change, so these are the batches, distributed.
+
+        Args:
+            batches: a dataset, as for `distribute_dataset`, or a distributed one.
+        """
+        is_divided = isinstance(batches, DistributedDataset)
+        return batches if is_divided else self.distribute_dataset(batches)
 
     def distribute_values_from_function(self, value_fn: Callable[[ReplicaContext], Any]) -> Any:
         """Return a value for each replica of this process, made by a function.

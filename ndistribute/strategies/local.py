@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 from ndistribute.cluster import ClusterResolver, resolver_of_job
 from ndistribute.collective.communicator import CommunicationOptions
+from ndistribute.collective.membership import Elastic
 from ndistribute.collective.select import CrossDeviceOps, join_workers, make_group
 from ndistribute.collective.workers import ReplicaGroup, Workers
-from ndistribute.devices import Device, resolve_devices
+from ndistribute.data import Topology
+from ndistribute.devices import Array, Device, resolve_devices
 from ndistribute.strategies.base import Strategy
+from ndistribute.strategies.elastic import ElasticSession, code_of, join_elastic_job
+from ndistribute.strategies.elastic_input import ElasticBatches
 from ndistribute.variables.mirrored import CentralVariable
-from ndistribute.variables.policy import VariableSynchronization
+from ndistribute.variables.policy import VariablePolicy, VariableSynchronization, Write
 from ndistribute.variables.variable import Variable
+
+T = TypeVar("T")
 
 
 class DefaultStrategy(Strategy):
@@ -148,6 +155,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options: how the workers communicate, and how long they wait for each other.
         devices: one for each replica of this worker; None means all visible GPUs, or ``cpu:0`` if
             there are none. Workers may have different numbers of devices.
+        elastic: `Elastic`, if workers may come and go while a training runs; None: the loss of one
+            ends it.
 
     Raises:
         CollectiveTimeoutError: not all workers started in time.
@@ -164,11 +173,110 @@ class MultiWorkerMirroredStrategy(Strategy):
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
         devices: Sequence[str | Device] | None = None,
+        elastic: Elastic | None = None,
     ) -> None:
         resolver = resolver_of_job(cluster_resolver)
         local_devices = resolve_devices(devices)
-        workers = join_job(resolver, local_devices, communication_options)
-        super().__init__(local_devices, resolver, workers)
+        self.session: ElasticSession | None = None
+        if elastic is None:
+            workers, leave = join_job(resolver, local_devices, communication_options), None
+        else:
+            self.session = join_elastic_job(resolver, local_devices, communication_options, elastic)
+            workers, leave = None, None
+            if self.session is not None:
+                workers, leave = self.session.workers, self.session.close
+        super().__init__(local_devices, resolver, workers, leave)
+        if self.session is not None:
+            self.session.attach(self)
+
+    @property
+    def is_chief(self) -> bool:
+        """True in the one process of a job that should print or write files, such as checkpoints.
+
+        Where workers come and go, it is the one of rank 0 at this time.
+        """
+        return super().is_chief if self.session is None else self.session.is_chief
+
+    @property
+    def input_topology(self) -> Topology:
+        """The replicas of this process and of all processes, for input pipelines."""
+        return super().input_topology if self.session is None else self.session.topology()
+
+    def elastic(self, batches: Any) -> Any:
+        """Return batches to iterate over in a loop whose workers may come and go.
+
+        If members change in a step, its batch is cut for those who are there, and the step runs
+        again. Workers that wait join in such a loop. Without ``elastic=...`` of the strategy, these
+        are the batches, distributed.
+
+        Args:
+            batches: a dataset, as for `distribute_dataset`, or a distributed one.
+
+        Raises:
+            ValueError: the input cannot go back to an earlier batch.
+        """
+        divided = super().elastic(batches)
+        return divided if self.session is None else ElasticBatches(self.session, divided)
+
+    def attempt(self, call: Callable[[], T]) -> T:
+        """Return what a function returns, once all workers have completed it."""
+        return call() if self.session is None else self.session.attempt(call)
+
+    def agree_on(self, initial_value: Any, policy: VariablePolicy) -> Any:
+        """Return rank 0's initial value of a new variable; a newcomer receives it later."""
+        session = self.session
+        if session is None:
+            return super().agree_on(initial_value, policy)
+        if session.is_newcomer or session.state.expects(policy.name):
+            return initial_value
+        return session.attempt(functools.partial(super().agree_on, initial_value, policy))
+
+    def make_variable(self, array: Array, policy: VariablePolicy) -> Variable:
+        """Return a new variable of the kind that a policy asks for, with an initial value."""
+        if self.session is not None and policy.shard_axis is not None:
+            raise ValueError(
+                f"variable {policy.name!r} is cut into a shard for each replica, and a shard is "
+                "lost with its worker: make an nd.Variable, of which each worker has all, or leave "
+                "elastic out of the strategy and save checkpoints."
+            )
+        return super().make_variable(array, policy)
+
+    def note_variable(self, variable: Variable) -> None:
+        """Take notice of a new variable of this strategy."""
+        if self.session is not None:
+            self.session.state.add(variable)
+
+    def note_write(self, variable: Variable, write: Write) -> None:
+        """Take notice of a write outside of replicas to a variable with components."""
+        if self.session is not None:
+            self.session.state.note_write(variable, write)
+
+    def regroup(self, workers: Workers | None, changes: int) -> None:
+        """Let the replicas reduce with those of other workers than before.
+
+        After some changes, a replica with a number that was another one's draws other numbers.
+        """
+        pool, self._workers = self._pool, workers
+        self._build()
+        pool.close()
+        for replica in self.replica_contexts:
+            if replica.replica_id_in_sync_group not in self._generators:
+                bits: Any = getattr(replica.generator(), "bit_generator", None)
+                if hasattr(bits, "jumped"):
+                    bits.state = bits.jumped(changes).state
+
+    def _run_step(self, fn: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
+        step = functools.partial(super()._run_step, fn, args, named)
+        if self.session is None:
+            return step()
+        changes = self.session.changes
+
+        def again() -> Any:
+            if self.session is not None and self.session.changes != changes:
+                self.session.check_cut_anew(args, named)
+            return step()
+
+        return self.session.attempt(again, code_of(fn))
 
 
 def join_job(

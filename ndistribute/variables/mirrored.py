@@ -312,6 +312,7 @@ class SyncOnReadVariable(Variable):
                 others = Write(write.how, map_values(np.zeros_like, write.value))
         for context, cell in zip(self._strategy.replica_contexts, self._cells, strict=True):
             cell.apply(others if context.replica_id_in_sync_group else first)
+        self._strategy.note_write(self, write)
 
 
 class ShardedVariable(MirroredVariable):
@@ -387,7 +388,12 @@ class ShardedVariable(MirroredVariable):
 
 def _combined(variable: Variable, home: Device, combine: Callable[[list[Array]], Array]) -> Array:
     """Return the values of all replicas combined on a device, read-only on a CPU."""
-    parts = variable.distribute_strategy.across_workers(PerReplica(variable.values)).values
+    strategy = variable.distribute_strategy
+
+    def read() -> Any:
+        return strategy.across_workers(PerReplica(variable.values))
+
+    parts = strategy.attempt(read).values
     with working_on(home):
         total = combine([copy_to(part, home) for part in parts])
     if isinstance(total, np.ndarray):

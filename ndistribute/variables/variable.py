@@ -215,6 +215,7 @@ class Variable(ArrayLike):
         """Return a new variable of this kind; ``Variable(...)`` chooses the kind and calls this."""
         made = object.__new__(cls)
         made._set_up(strategy, array, policy)
+        strategy.note_variable(made)
         return made
 
     def _set_up(self, strategy: Any, array: Array, policy: VariablePolicy) -> None:
@@ -534,7 +535,7 @@ def _create(strategy: Any, array: Array, policy: VariablePolicy) -> Any:
     if number is not None:
         policy = replace(policy, name=f"Variable_{number}" if number else "Variable")
     try:
-        array = strategy.agree_on(array, f"variable {policy.name!r} ({policy})")
+        array = strategy.agree_on(array, policy)
     except BaseException:
         if number is not None:  # Some workers may not have taken it, and try again with it.
             strategy.numbers = itertools.count(number)

@@ -1,0 +1,541 @@
+"""`ElasticSession`: a worker of a job whose members change, and the units of its work.
+
+A unit is what all members complete or none: a step, a reduction, the read of a variable that is
+synchronized on read. At its end the members meet once more, the commit. If one is lost, those who
+remain agree on the next membership, form a new group, and complete the unit or run it again. A
+newcomer gets its state from them. The iterator of the loop cuts the batch of the unit anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from ndistribute import context, tree
+from ndistribute.cluster import ClusterResolver
+from ndistribute.collective.communicator import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    Communicator,
+)
+from ndistribute.collective.meeting import JobOver, Joined, LoopOver, Meetings, NotAMember
+from ndistribute.collective.membership import Elastic, Roster, WorkerReport
+from ndistribute.collective.objects import all_gather_object
+from ndistribute.collective.select import join_members
+from ndistribute.collective.workers import Workers
+from ndistribute.data import Topology
+from ndistribute.devices import Device
+from ndistribute.errors import WorkerLostError
+from ndistribute.strategies.elastic_input import ElasticIterator
+from ndistribute.strategies.elastic_state import ReplicatedState
+from ndistribute.values import PerReplica
+
+T = TypeVar("T")
+_PREEMPTED = 128 + signal.SIGTERM
+
+_log = logging.getLogger("ndistribute")
+
+
+class _NewcomersWaitError(WorkerLostError):
+    """The reason for a change in which nobody is lost."""
+
+
+class UnitOutcome(NamedTuple):
+    """What becomes of the unit in which the members changed."""
+
+    commits: list[bool]  # For each member, whether its unit is complete.
+    source: int  # The member that gives its state to those who lack it.
+    lacks: list[bool]  # For each member, whether it lacks the state.
+    uncounted: bool = False  # Whether nobody knows the sums at the end of the unit.
+
+
+def outcome_of(reports: Sequence[WorkerReport]) -> UnitOutcome:
+    """Return what becomes of the unit, from what the members report, in rank order.
+
+    Whoever passed the commit of a unit knows that all had completed it. Otherwise all run it again,
+    with the state of one that has written nothing or can take it back. If all have completed it and
+    none can take it back, it is complete.
+
+    Raises:
+        WorkerLostError: some have written a part of a step, and none has the state before it.
+
+    >>> a, b = WorkerReport(unit=3, prepared=True, clean=False), WorkerReport(unit=3)
+    >>> outcome_of([a, b])  # The second gives its state to the first, and both run the unit again.
+    UnitOutcome(commits=[False, False], source=1, lacks=[True, False], uncounted=False)
+    """
+    present = [k for k, report in enumerate(reports) if not report.newcomer]
+    last = max(reports[k].unit for k in present)
+    ahead = [k for k in present if reports[k].unit == last]
+    newcomers = [report.newcomer for report in reports]
+    if len(ahead) < len(present):
+        return UnitOutcome(
+            [k in present and k not in ahead for k in range(len(reports))], ahead[0], newcomers
+        )
+    whole = [k for k in present if reports[k].clean or reports[k].kept]
+    if whole:
+        lacks = [k not in whole for k in range(len(reports))]
+        return UnitOutcome([False] * len(reports), whole[0], lacks)
+    if all(reports[k].prepared for k in present):
+        return UnitOutcome([not new for new in newcomers], present[0], newcomers, uncounted=True)
+    raise WorkerLostError(
+        "a worker was lost between two updates of one step, and no other has the state before it, "
+        "because earlier calls of this function made one update: restore the last checkpoint."
+    )
+
+
+class ElasticSession:
+    """One worker's part in an elastic job; it is the process group of its input.
+
+    Args:
+        addresses: the addresses of all workers that are known at the start.
+        index: the index of this one.
+        task: its name, such as ``worker:1``.
+        limits: how many workers there may be, and what becomes of the batch.
+        devices: the devices of this worker's replicas.
+        options: how the workers communicate.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        index: int,
+        task: str,
+        limits: Elastic,
+        devices: Sequence[Device],
+        options: CommunicationOptions,
+    ) -> None:
+        self.limits, self._devices, self._options = limits, tuple(devices), options
+        self.state = ReplicatedState()
+        self.users_call = ""
+        self.changes = 0  # The number of changes of members that this worker has taken part in.
+        self.workers: Workers | None = None  # The others; None: there are none.
+        self.loop = 0  # The number of loops that were begun.
+        self._input: Callable[[], ElasticIterator | None] = lambda: None
+        self.inputs = 0  # How often another one came into use, alike on all members.
+        self.at_batch = False  # Whether the next unit is the first one with a batch of the loop.
+        self.share: Callable[[], Any] = lambda: None  # What the loop gives to newcomers,
+        self.take: Callable[[Any], None] = lambda shared: None  # and what they do with it.
+        self._strategy: Callable[[], Any] = lambda: None
+        self._owner: Callable[[], Any] = lambda: None  # Of the loop.
+        self._unit = self._depth = 0
+        self._result: Any = None
+        self._admits = self._preempted = False
+        self._waits_after_writes: dict[Hashable, bool] = {}  # By function.
+        self._closing: list[threading.Thread] = []
+        self._meetings = Meetings(addresses, index, task, limits, options.timeout)
+        try:
+            self.is_newcomer = self._meetings.look() is not None
+            while not self.is_newcomer and self._meetings.roster is None:
+                joined = self._meetings.meet(WorkerReport())
+                with contextlib.suppress(WorkerLostError):  # A lost member: meet again.
+                    self._form(joined)
+                    self._meetings.establish(joined.plan)
+        except NotAMember:  # A job runs, and was not seen at first.
+            self.is_newcomer = True
+        except BaseException:
+            self.close()
+            raise
+
+    def attach(self, strategy: Any) -> None:
+        """Set the strategy whose replicas work in this session; listen to a preemption notice."""
+        self._strategy = weakref.ref(strategy)
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._on_notice)
+
+    def close(self) -> None:
+        """Leave the job, and free all resources."""
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and signal.getsignal(signal.SIGTERM) == self._on_notice:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with contextlib.ExitStack() as each:
+            each.callback(self._meetings.close)
+            for thread in self._closing:
+                each.callback(thread.join, 5.0)
+            if self.workers is not None:
+                each.callback(self.workers.close)
+            each.callback(self._meetings.leave)
+
+    def _on_notice(self, signum: int, frame: object) -> None:
+        """Hand over at the end of the unit, or now between units."""
+        self._preempted = True
+        if not self._depth:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        _log.warning("got SIGTERM: this worker hands over to the others after unit %d", self._unit)
+        self.close()
+        raise SystemExit(_PREEMPTED)
+
+    # The process group of input pipelines and checkpoints.
+
+    @property
+    def rank(self) -> int:
+        """The rank of this worker."""
+        return 0 if self.workers is None else self.workers.rank
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return 1 if self.workers is None else self.workers.size
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this worker writes what one of all writes."""
+        return self.rank == 0 and not self.is_newcomer
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        """Return a nest whose arrays are concatenated over workers, in rank order."""
+
+        def gather() -> Any:
+            if self.workers is None:
+                return value
+            self.workers.users_call = self.users_call
+            return self.workers.all_gather(value, axis)
+
+        return self.attempt(gather)
+
+    def topology(self) -> Topology:
+        """Return the replicas of this worker and of all."""
+        if self.workers is None:
+            return Topology(self._devices, (len(self._devices),))
+        return Topology(self._devices, self.workers.replica_counts, self.rank, self)
+
+    # Loops.
+
+    @property
+    def in_loop(self) -> bool:
+        """Whether a loop was begun, and neither ended nor left."""
+        return self._owner() is not None
+
+    def begin_loop(self, owner: Any) -> None:
+        """Begin a loop, which lasts until `end_loop`, or until nobody holds its owner."""
+        self.loop += 1
+        self._owner = weakref.ref(owner)
+
+    @property
+    def input(self) -> ElasticIterator | None:
+        """The iterator in use, of a loop or of a part of it, unless the loop was left."""
+        return self._input()
+
+    def use(self, iterator: ElasticIterator) -> None:
+        """Make an iterator the input in use."""
+        if self.input is not iterator:
+            self._input = weakref.ref(iterator)
+            self.inputs += 1
+        self.at_batch = False
+
+    def join(self) -> bool:
+        """Join the loop as a newcomer, and let others do so; return False if it has ended."""
+        if self.is_newcomer:
+            try:
+                self._change(prepared=False)
+            except LoopOver:
+                _log.warning("loop %d ended before this worker came, and is skipped", self.loop)
+                self.end_loop()
+                return False
+            except JobOver:
+                _log.info("the job has ended before this worker joined")
+                self.close()
+                raise SystemExit(0) from None
+        self._admits = True
+        self._meetings.tell(self.loop, admits=True)
+        return True
+
+    def end_loop(self) -> None:
+        """End the loop; newcomers wait for the next one."""
+        self._admits, self._owner = False, lambda: None
+        self._meetings.tell(self.loop + 1, admits=False)
+
+    # Units.
+
+    def attempt(self, call: Callable[[], T], function: Hashable = None) -> T:
+        """Return what a function returns, once all members have completed it.
+
+        Args:
+            call: called again if members change before that.
+            function: what identifies the step that it runs; None: it writes no variables.
+        """
+        if self._depth or self.is_newcomer:
+            return call()
+        keeps = function is not None and (
+            self.state.is_small or self._waits_after_writes.get(function, True)
+        )
+        try:
+            self._complete(call, keeps)
+        finally:
+            self.state.end()
+            self.at_batch = False
+        result, self._result = self._result, None
+        if function is not None:
+            waits = self._waits_after_writes.get(function, False)
+            waits |= any(each.waited_since for each in self._communicators)
+            self._waits_after_writes[function] = waits
+        if self._preempted:
+            self._hand_over()
+        return result  # type: ignore[no-any-return]
+
+    def _complete(self, call: Callable[[], Any], keeps: bool) -> None:
+        """Run a unit until it is complete on all members, and keep its result."""
+        while True:
+            prepared = False
+            self.state.begin(keeps_all=keeps)
+            try:
+                with self._inside():
+                    self._take_in_newcomers()
+                    self._result = call()
+                    prepared = True
+                    self._commit()
+                return
+            except WorkerLostError as error:
+                if self._change_after(error, prepared):
+                    return
+
+    def check_cut_anew(self, *args: Any) -> None:
+        """Raise an error if the input of a step that runs again is not the batch of the loop."""
+        values = [leaf for leaf in tree.flatten(args) if isinstance(leaf, PerReplica)]
+        if values and not (self.input is not None and self.input.holds(values)):
+            raise WorkerLostError(
+                "the workers have changed, and this step gets values that are not parts of its "
+                "loop's batch, so they cannot be cut anew: iterate over strategy.elastic(batches), "
+                "and pass run what that gives."
+            )
+
+    def collect(self, call: Callable[[], T]) -> T:
+        """Return what a function returns that takes input; it is called again after a change."""
+        while True:
+            try:
+                with self._inside():
+                    return call()
+            except WorkerLostError as error:
+                self._change_after(error, prepared=False)
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        for each in self._communicators:
+            each.has_written = each.waited_since = False
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    @property
+    def _communicators(self) -> list[Communicator]:
+        return [each.communicator for each in self._strategy().replica_contexts]
+
+    def _take_in_newcomers(self) -> None:
+        """Begin a change at a batch if somebody waits to join at this worker, or must come."""
+        if not (self._admits and self.at_batch and self.rank == 0):
+            return
+        if self._meetings.newcomers_wait or self.size < self.limits.min_workers:
+            text = f"worker {self.rank} takes in workers that wait."
+            if self.workers is not None:
+                self.workers.peers.abort(WorkerLostError(text))
+            raise _NewcomersWaitError(text)
+
+    def _commit(self) -> None:
+        """Meet all members at the end of a unit: who passes knows that all have completed it."""
+        sums = parts = self.state.parts_of_sums(self.rank)
+        if self.workers is not None:
+            with self.workers.meeting("the end of a step") as communicator:
+                sums = communicator.all_reduce("sum", parts)
+        self.state.set_sums(sums, parts)
+        self._unit += 1
+
+    # Changes of members.
+
+    def _change_after(self, error: WorkerLostError, prepared: bool) -> bool:
+        """Change the members, if an error is due to that; return True if the unit is complete."""
+        is_change = isinstance(error, _NewcomersWaitError)
+        if self.workers is not None:
+            is_change |= self.workers.peers.has_changed
+        if not is_change:
+            raise error
+        return self._change(prepared)
+
+    def _change(self, prepared: bool) -> bool:
+        """Agree on the next members, and synchronise with them; see `_change_after`."""
+        begun, suspects, complete = time.monotonic(), self._leave_group(), False
+        clean = not any(each.has_written for each in self._communicators)
+        while True:
+            joined = self._meet(prepared, clean, suspects)
+            reports, rank = joined.plan.reports, joined.info.rank
+            outcome = outcome_of(reports)
+            try:
+                with self._inside():
+                    self._form(joined)
+                    self.changes += 1
+                    if outcome.commits[rank]:
+                        complete, clean, self._unit = True, True, self._unit + 1
+                        self.state.end()
+                        self.at_batch = False
+                    else:
+                        self.state.take_back()
+                        clean = clean or not outcome.lacks[rank]
+                    prepared = False
+                    self._synchronise(reports, outcome)
+                    self._tell(joined.plan.roster, time.monotonic() - begun)
+                    self._meetings.establish(joined.plan)
+                break
+            except WorkerLostError as error:  # Of a member of the new group.
+                _log.info("the new group of workers failed (%s): they meet again", error)
+                suspects = self._leave_group()
+        self.is_newcomer = False
+        return complete
+
+    def _meet(self, prepared: bool, clean: bool, suspects: Sequence[int]) -> Joined:
+        iterator = self.input
+        report = WorkerReport(
+            unit=self._unit,
+            prepared=prepared,
+            clean=clean,
+            kept=self.state.keeps_all,
+            loop=self.loop,
+            input=0 if iterator is None else self.inputs,
+            batch=0 if iterator is None else iterator.wanted,
+            admits=self._admits and self.at_batch and (clean or self.state.keeps_all),
+            newcomer=self.is_newcomer,
+        )
+        if self.is_newcomer:
+            return self._meetings.join(report)
+        try:
+            return self._meetings.meet(report, suspects)
+        except NotAMember:
+            _log.warning("the job has gone on without this worker, which joins anew")
+            self.is_newcomer = True
+            return self._meet(prepared=False, clean=False, suspects=[])
+
+    def _form(self, joined: Joined) -> None:
+        """Connect to the members of a plan."""
+        if joined.info.size > 1:
+            self.workers = join_members(
+                joined.info,
+                self._devices,
+                self._options,
+                partial(self._meetings.check, joined.plan),
+                may_use_nccl=False,
+            )
+        else:
+            joined.info.listener.close()
+
+    def _leave_group(self) -> list[int]:
+        """Close the group in the background, and return the ranks that it has lost."""
+        workers, self.workers = self.workers, None
+        if workers is None:
+            return []
+        workers.held.close()
+        # On a thread of the package's name, `close` would start another one.
+        thread = threading.Thread(target=workers.peers.close, name="elastic farewell", daemon=True)
+        thread.start()
+        self._closing = [each for each in self._closing if each.is_alive()] + [thread]
+        return sorted(workers.peers.lost)
+
+    def _synchronise(self, reports: Sequence[WorkerReport], outcome: UnitOutcome) -> None:
+        """Give the state to those who lack it, and cut the input anew."""
+        rank, members = self.rank, [report for report in reports if not report.newcomer]
+        number = min(report.batch for report in members)
+        # Whoever uses another input than others has not begun it; all open theirs anew in turn.
+        iterator = self.input if len({report.input for report in members}) == 1 else None
+        mine: dict[str, Any] = {}
+        if rank == outcome.source:
+            seed: Any = context.current_seed()
+            mine = {"variables": self.state.described(), "sums": self.state.known_sums()}
+            mine |= {"seed": [str(seed.entropy), seed.n_children_spawned]}
+            mine |= {"shared": self.share(), "unit": self._unit, "inputs": self.inputs}
+        if outcome.uncounted:
+            _log.warning("metrics lack what lost workers counted in unit %d", self._unit)
+            mine["growth"] = self.state.growth(rank)
+        if iterator is not None and reports[rank].batch == number:
+            mine["input"] = iterator.state()
+        everyone = [mine] if self.workers is None else all_gather_object(self.workers, mine)
+        source = everyone[outcome.source]
+        if self.workers is not None and any(outcome.lacks):
+            values = self._passed_on(source["variables"], outcome.source)
+            if outcome.lacks[rank]:
+                self.state.receive(source["variables"], values, mirrored=not self.is_newcomer)
+        self._strategy().regroup(self.workers, self.changes)
+        self.state.give_out_sums(
+            source["sums"], [each.get("growth", {}) for each in everyone], rank
+        )
+        if self.is_newcomer:
+            self._unit, self.inputs = source["unit"], source["inputs"]
+            context.restore_seed(int(source["seed"][0]), source["seed"][1])
+            self.take(source["shared"])
+        if iterator is not None:
+            states = [each["input"] for each in everyone if each.get("input") is not None]
+            iterator.cut_anew(number, states[0] if states else None)
+        if self.workers is not None:
+            self.workers.peers.exchange("synchronised", b"", self._options.timeout)
+
+    def _passed_on(self, described: Sequence[Any], source: int) -> list[Any]:
+        """Return the values of the variables of a member, which it sends to all."""
+        values = self.state.values()
+        if self.rank != source:
+            values = [np.empty(shape, dtype) for *_, dtype, shape in described]
+        with self.workers.meeting("the state of a worker") as communicator:  # type: ignore[union-attr]
+            return communicator.broadcast(values, source)  # type: ignore[no-any-return]
+
+    def _tell(self, roster: Roster, seconds: float) -> None:
+        """Log who has come and gone, and how long the change took; a warning on the chief."""
+        before = () if self._meetings.roster is None else self._meetings.roster.members
+        lost = ", ".join(member.task for member in before if member not in roster.members)
+        come = ", ".join(member.task for member in roster.members if member not in before)
+        parts = [f"lost {lost}"] if lost else []
+        parts += [f"{come} joined"] if come and before else []
+        what = f"{'; '.join(parts) or 'joined'}: {len(roster.members)} workers go on"
+        level = logging.INFO if self.rank else logging.WARNING
+        text = "membership %d: %s after %.0f ms"
+        _log.log(level, text, roster.number, what, seconds * 1e3)
+
+
+def code_of(function: Any) -> Hashable:
+    """Return what identifies a step, also if its function is made anew for each call."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__code__", id(function))
+
+
+def join_elastic_job(
+    resolver: ClusterResolver,
+    devices: Sequence[Device],
+    options: CommunicationOptions | None,
+    limits: Elastic,
+) -> ElasticSession | None:
+    """Return this worker's session in the job that a resolver describes; None: it works alone.
+
+    Raises:
+        TypeError: `limits` is not `Elastic`.
+        ValueError: the workers of this job cannot come and go.
+    """
+    if not isinstance(limits, Elastic):
+        raise TypeError(f"elastic must be nd.Elastic(...) or None, got {limits!r}.")
+    options = options or CommunicationOptions()
+    if options.implementation in (
+        CommunicationImplementation.NCCL,
+        CommunicationImplementation.MPI,
+    ):
+        raise ValueError(
+            f"elastic=Elastic(...) and implementation={options.implementation.value!r}: a group of "
+            "MPI or NCCL cannot lose a member and go on. Leave the implementation out: workers "
+            "then use shared memory and TCP, also between GPUs."
+        )
+    if resolver.task_type == "evaluator" or resolver.task_type is None:
+        return None
+    addresses, index = resolver.worker_addresses, resolver.worker_index
+    if index is None or not addresses or not all(addresses):
+        raise ValueError(
+            "elastic=Elastic(...) needs the addresses of all workers, which MPI and torchrun do "
+            "not tell: start the job with `ndistribute run --elastic`, or set TF_CONFIG."
+        )
+    task = f"{resolver.task_type}:{resolver.task_id}"
+    return ElasticSession(addresses, index, task, limits, devices, options)
