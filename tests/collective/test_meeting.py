@@ -293,7 +293,7 @@ def test_a_suspect_that_answers_is_waited_for():
         made.start(0, 1, 2)
         made.form(0, 1, 2)
         made.ranks.start(job.meet, 0, (2,), ranks=[0, 1])
-        time.sleep(1.5)
+        results(made.ranks.run(job.compute, 1.5, ranks=[2]))  # For longer than they are patient.
         plans = results(made.ranks.run(job.meet, ranks=[2]))
         assert tasks([*results(made.ranks.collect(ranks=[0, 1])), *plans]) == [0, 1, 2]
         made.establish(0, 1, 2)

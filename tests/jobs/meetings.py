@@ -115,6 +115,13 @@ def waits(rank: int, size: int) -> bool:
     return bool(_here["meetings"].newcomers_wait)
 
 
+def compute(rank: int, size: int, seconds: float) -> None:
+    """Do something else."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        sum(range(1000))
+
+
 def goes_on(rank: int, size: int, loop: int) -> None:
     """Tell others of the next loop."""
     _here["meetings"].tell(loop, admits=True)
