@@ -37,14 +37,14 @@ BUDGETS = {
     "models": 7175,
     "optimizers": 1019,
     "parameter_server": 1595,
-    "strategies": 2115,
+    "strategies": 2119,
     "task": 296,
     "top level": 3058,
     "transport": 1992,
     "variables": 1145,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 40797
+TESTS_BUDGET = 40801
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
