@@ -107,6 +107,7 @@ class Strategy:
         "variable_kinds".split()
     )
     is_default = False
+    session: Any = None  # Of a job whose workers come and go.
     needs_equal_parts = False  # Whether all replicas must have as many rows of a batch.
     _refusal = ""  # Why `run` refuses, once it does.
     _good_bye: Callable[[], Any] | None = None
