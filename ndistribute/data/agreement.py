@@ -18,7 +18,7 @@ from ndistribute import tree
 from ndistribute.collective.objects import ProcessGroup, all_gather_object
 from ndistribute.data.elements import Element
 from ndistribute.data.options import AutoShardPolicy, Sharding, Topology
-from ndistribute.data.pipeline import Epoch, Node, facts, upstream
+from ndistribute.data.pipeline import Epoch, Node, facts, number_of_files, upstream
 from ndistribute.data.steps import COMPLETE_IT, PipelineStep, Position, Progress
 from ndistribute.devices import Device, copy_to
 from ndistribute.errors import DistributeError
@@ -100,9 +100,12 @@ def _hindrance(node: Node, num_workers: int, can_agree: bool) -> str | None:
     return None
 
 
-def begin(node: Node, topology: Topology, sharding: Sharding) -> tuple[Epoch, Progress]:
-    """Return the next epoch of a pipeline and its progress; collective with a process group."""
-    epoch = Epoch.begin(node)
+def begin(node: Node, topology: Topology, sharding: Sharding, least: int) -> tuple[Epoch, Progress]:
+    """Return the next epoch of a pipeline and its progress; collective with a process group.
+
+    The seeds of its shuffles are those of epoch `least` or a later one.
+    """
+    epoch = Epoch.begin(node, least)
     seeds = list(epoch.seeds.values())
     shards = 1 if sharding is Sharding.DATA else topology.num_workers
     of_workers = [seeds] * topology.num_workers
@@ -116,8 +119,9 @@ def begin(node: Node, topology: Topology, sharding: Sharding) -> tuple[Epoch, Pr
             of_workers = of_workers[:1] * topology.num_workers
         if of_workers[topology.worker_index] != seeds:
             epoch = Epoch.resume(node, of_workers[0])
-    files = sum(len(step.files or ()) for step in upstream(node))
-    return epoch, Progress(sharding, files, of_workers[:shards], [Position()] * shards)
+    files = 0 if sharding is Sharding.FUNCTION else number_of_files(node)
+    positions = [Position()] * shards
+    return epoch, Progress(sharding, files, topology.replica_counts, of_workers[:shards], positions)
 
 
 def compared(steps: Iterator[PipelineStep], workers: ProcessGroup) -> Iterator[PipelineStep]:

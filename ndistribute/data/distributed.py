@@ -9,9 +9,12 @@ data takes part with empty batches until all workers have finished.
 from __future__ import annotations
 
 import copy
+import functools
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 from ndistribute import tree
@@ -23,9 +26,9 @@ from ndistribute.data.dataset import as_dataset
 from ndistribute.data.iterator import TensorFlowIterator
 from ndistribute.data.options import InputContext, InputOptions, Sharding, Topology
 from ndistribute.data.pipeline import Epoch, LeafSpec, Node, describe, upstream
-from ndistribute.data.prefetch import Ahead
+from ndistribute.data.prefetch import Ahead, Threads
 from ndistribute.data.sources import has_state
-from ndistribute.data.steps import BATCH_IT, PipelineStep, Progress, steps_of
+from ndistribute.data.steps import BATCH_IT, PipelineStep, Progress, Reading, steps_of
 from ndistribute.devices import Device
 from ndistribute.timeline import recorded
 
@@ -65,7 +68,7 @@ def distribute(
         )
     can_agree = topology.workers is not None
     sharding = choose_sharding(node, chosen.auto_shard_policy, topology.num_workers, can_agree)
-    return DistributedDataset(node, topology, sharding, chosen)
+    return DistributedDataset(Pipelines(lambda *_: node), topology, sharding, chosen)
 
 
 def distribute_from_function(
@@ -95,15 +98,32 @@ def distribute_from_function(
             f"distribute_datasets_from_function needs a function, got {fn!r}. Pass one that takes "
             "an InputContext and returns a dataset, or call distribute_dataset."
         )
-    if options is not None and options.per_replica:
-        first, every = sum(topology.replica_counts[: topology.worker_index]), topology.num_replicas
-        here = range(first, first + len(topology.devices))
-        contexts = (InputContext(every, number, every) for number in here)
-        node = in_rounds(tuple(as_dataset(fn(context))._node for context in contexts))
-    else:
-        context = InputContext(topology.num_workers, topology.worker_index, topology.num_replicas)
-        node = as_dataset(fn(context))._node
-    return DistributedDataset(node, topology, Sharding.FUNCTION, options or _options_of(node))
+    per_replica = options is not None and options.per_replica
+
+    def make(shard: int, counts: tuple[int, ...]) -> Node:
+        every, first = sum(counts), sum(counts[:shard])
+        many = every if per_replica else len(counts)
+        numbers = range(first, first + counts[shard]) if per_replica else (shard,)
+        contexts = [InputContext(many, number, every) for number in numbers]
+        nodes = tuple(as_dataset(fn(context))._node for context in contexts)
+        return in_rounds(nodes) if per_replica else nodes[0]
+
+    pipelines = Pipelines(make)
+    node = pipelines.of(topology.worker_index, topology.replica_counts)
+    return DistributedDataset(pipelines, topology, Sharding.FUNCTION, options or _options_of(node))
+
+
+class Pipelines:
+    """The pipelines of a dataset: one that all workers share, or those that a function returns.
+
+    Args:
+        make: returns the pipeline of a worker among workers with these numbers of replicas.
+    """
+
+    def __init__(self, make: Callable[[int, tuple[int, ...]], Node]) -> None:
+        # Workers that came later may read what others began, so several divisions are in use.
+        self.of = functools.lru_cache(maxsize=16)(make)
+        self.epochs = 0  # Those that were begun, as far as their shuffles need to know.
 
 
 class DistributedDataset:
@@ -116,18 +136,27 @@ class DistributedDataset:
     3
     """
 
-    def __init__(self, node: Node, topology: Topology, sharding: Sharding, options: InputOptions):
-        self._options = options
+    def __init__(
+        self,
+        pipelines: Pipelines,
+        topology: Topology,
+        sharding: Sharding,
+        options: InputOptions,
+        scale: Fraction | None = None,
+    ):
         if not options.to_device:
             hosts = (Device("cpu:0"),) * len(topology.devices)
             topology = replace(topology, devices=hosts)
-        self._node = node
+        self._pipelines = pipelines
         self._topology = topology
         self._sharding = sharding
-        depth = options.prefetch
-        self._depth = _default_depth(node, topology.devices) if depth is None else depth
-        if depth is None and any(has_state(step.loader) for step in upstream(node)):
-            self._depth = 0  # Reading ahead would take a state from it after every batch.
+        self._options = options
+        self._scale = scale or Fraction(1)
+        self._anew = scale is not None
+
+    @property
+    def _node(self) -> Node:
+        return self._pipelines.of(self._topology.worker_index, self._topology.replica_counts)
 
     def cardinality(self) -> int:
         """Return the number of steps, `INFINITE_CARDINALITY` or `UNKNOWN_CARDINALITY`.
@@ -136,12 +165,12 @@ class DistributedDataset:
         also takes part in further steps of other workers, with empty batches.
         """
         known = self._node.spec.cardinality
-        if known < 0 or self._sharding is Sharding.DATA:
-            return known
-        if self._sharding is Sharding.FILE:
-            return pipeline.UNKNOWN_CARDINALITY
-        pieces = 1 if self._sharding is Sharding.FUNCTION else self._topology.num_replicas
-        return -(-known * pieces // len(self._topology.devices))
+        if known < 0 or self._sharding is Sharding.FILE:
+            return known if known < 0 else pipeline.UNKNOWN_CARDINALITY
+        if self._sharding is Sharding.FUNCTION:
+            return -(-known // len(self._topology.devices))
+        share = Fraction(len(self._topology.devices), self._topology.num_replicas)
+        return math.ceil(known / self._scale / (1 if self._sharding is Sharding.DATA else share))
 
     def __repr__(self) -> str:
         """Return the pipeline, the known properties of its elements, and this worker's devices.
@@ -164,22 +193,35 @@ class DistributedDataset:
         """
         return _spec_of_steps(self._node, self._sharding, self._topology)
 
-    def divided_among(self, topology: Topology) -> DistributedDataset:
+    def divided_among(self, topology: Topology, scale: Fraction | float = 1) -> DistributedDataset:
         """Return the same input for other replicas, of these workers or of others.
 
-        An iterator over it can continue from the state of an iterator over this one. Later epochs
-        are divided as if the dataset had been distributed among these workers.
+        An iterator over it can continue from the state of an iterator over this dataset. Later
+        epochs are divided as if the dataset had been distributed among these workers. A function
+        of `distribute_datasets_from_function` is called when an epoch needs it.
+
+        Args:
+            topology: the replicas that take part from now on.
+            scale: the part of a global batch that a step takes; a function's batches stay as they
+                are.
+
+        Raises:
+            ValueError: these workers cannot divide the input; see
+                `DistributedIterator.check_can_go_back`.
         """
-        policy, can_agree = self._options.auto_shard_policy, topology.workers is not None
-        sharding = self._sharding
-        if sharding is not Sharding.FUNCTION:
-            sharding = choose_sharding(
-                self._node, policy, topology.num_workers, can_agree, anew=True
-            )
-        return DistributedDataset(self._node, topology, sharding, self._options)
+        sharding = self._sharding_for(topology.num_workers, topology.workers is not None)
+        part = Fraction(scale).limit_denominator(1 << 16)
+        return DistributedDataset(self._pipelines, topology, sharding, self._options, part)
+
+    def _sharding_for(self, num_workers: int, can_agree: bool) -> Sharding:
+        """Return how workers that came later divide this input."""
+        if self._sharding is Sharding.FUNCTION:
+            return self._sharding
+        policy = self._options.auto_shard_policy
+        return choose_sharding(self._node, policy, num_workers, can_agree, anew=True)
 
     def __iter__(self) -> DistributedIterator:
-        return DistributedIterator(self._node, self._topology, self._sharding, self._depth)
+        return DistributedIterator(self)
 
 
 class PerReplicaSpec:
@@ -229,18 +271,48 @@ class DistributedIterator(TensorFlowIterator):
     True
     """
 
-    def __init__(self, node: Node, topology: Topology, sharding: Sharding, depth: int) -> None:
-        self._node = node
-        self._topology = topology
-        self._depth = depth
-        self._epoch, self._progress = begin(node, topology, sharding)
-        self._own = self._progress
-        self._loader = loader_of(node)
+    def __init__(self, dataset: DistributedDataset) -> None:
+        self._dataset = dataset
+        self._topology = dataset._topology
+        self._progress: Progress | None = None
+        self._readings: dict[int, Reading] = {}  # From where the iteration begins, by shard.
+        self._threads = Threads()
+        self._loader: Any = None
         self._loader_state: Any = None  # After the consumer's step, if the loader is ahead of it.
         self._over = self._failed = False
         self._used_up = threading.Event()  # The input of this worker has ended.
         # Created at the first step, so that loading a state before it costs nothing.
         self._source: Iterator[PipelineStep] | None = None
+        if not (dataset._anew and dataset._sharding is Sharding.FUNCTION):
+            self._begun()
+
+    def _begun(self) -> Progress:
+        """Return the progress in the epoch, which begins here unless a state was loaded before."""
+        if self._progress is None:
+            dataset, topology = self._dataset, self._topology
+            node, least = dataset._node, dataset._pipelines.epochs if dataset._anew else 0
+            epoch, progress = begin(node, topology, dataset._sharding, least)
+            self._read(progress, {progress.shards_of(topology)[0]: (node, epoch)})
+            return progress
+        return self._progress
+
+    @property
+    def _nodes(self) -> list[Node]:
+        return [reading.node for reading in self._readings.values()]
+
+    def _read(
+        self, progress: Progress, parts: Mapping[int, tuple[Node, Epoch]], loaded: bool = False
+    ) -> None:
+        """Set what this worker reads, from a position on; a loader may have `loaded` it."""
+        self._progress, self._threads, self._readings = progress, Threads(), {}
+        self._dataset._pipelines.epochs = progress.following
+        by_file = progress.sharding is Sharding.FILE
+        for shard, (node, epoch) in parts.items():
+            at, part = progress.positions[shard], (shard, len(progress.positions))
+            changed = {"shard": part} if by_file else {"loaded": at.batches if loaded else 0}
+            begun = replace(epoch, threads=self._threads, **changed)
+            self._readings[shard] = Reading(node, begun, at)
+        self._loader = next(map(loader_of, self._nodes), None)
 
     @recorded(lambda *_: ("input", ""))
     def __next__(self) -> Any:
@@ -262,15 +334,16 @@ class DistributedIterator(TensorFlowIterator):
             self.close()
             self._failed = not isinstance(error, StopIteration)
             raise
+        positions = self._begun().positions
         for shard, position in step.reached.items():
-            self._progress.positions[shard] = position
+            positions[shard] = position
         self._loader_state = step.loader_state
         return step.value
 
     @property
     def element_spec(self) -> Any:
         """What each step has; see `DistributedDataset`."""
-        return _spec_of_steps(self._node, self._progress.sharding, self._topology)
+        return _spec_of_steps(self._dataset._node, self._begun().sharding, self._topology)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the consumer, as plain values.
@@ -283,34 +356,64 @@ class DistributedIterator(TensorFlowIterator):
         Raises:
             ValueError: the input is a loader without a `state_dict`, or is within a batch.
         """
-        pipeline.check_resumable(self._node, self._loader, "state_dict")
-        state = self._progress.state_dict()
+        progress = self._begun()
+        pipeline.check_resumable(self._nodes, self._loader, "state_dict")
+        state = progress.state_dict()
         if self._loader is not None:
-            if self._progress.positions[self._first_shard].rows:
+            (shard,) = self._readings
+            if progress.positions[shard].rows:
                 raise ValueError(
                     "state_dict: some parts of the loader's current batch are not consumed yet. "
                     f"Take the state after all {self._topology.num_replicas} parts of a batch."
                 )
-            over, worker = self._used_up.is_set(), self._topology.worker_index
+            over, alike = self._used_up.is_set(), progress.sharding is Sharding.DATA
+            worker = 0 if alike else self._topology.worker_index
             ahead = self._loader_state is not None and not over
             loader_state = self._loader_state if ahead else self._loader.state_dict()
             state["loader"] = {"worker": worker, "state": loader_state, "over": over}
         return state
 
     def mark(self) -> Any:
-        """Return the position of the consumer, for `state_at`; cheap enough for every step."""
-        loader = None if self._loader is None else self.state_dict()["loader"]
-        return self._progress, tuple(self._progress.positions), loader
+        """Return the position of the consumer for `state_at`.
+
+        It takes less than a microsecond; for a loader with a state it copies that state.
+        """
+        progress = self._begun()
+        loader = None if self._loader is None else copy.deepcopy(self.state_dict()["loader"])
+        return progress, tuple(progress.positions), loader
 
     def state_at(self, mark: Any) -> dict[str, Any]:
-        """Return what `state_dict` would have returned when `mark` was called."""
+        """Return what `state_dict` would have returned when `mark` was called.
+
+        It also tells after an error, when this iterator is over.
+        """
         progress, positions, loader = mark
         state = replace(progress, positions=list(positions)).state_dict()
         return state if loader is None else {**state, "loader": loader}
 
-    def check_can_go_back(self) -> None:
-        """Raise a ValueError, which says what to do, if this input cannot continue at a mark."""
-        pipeline.check_resumable(self._node, self._loader, "an elastic loop")
+    def check_can_go_back(self, scaled: bool = False) -> None:
+        """Raise an error if other workers could not continue this input at every step.
+
+        Args:
+            scaled: whether they would take another part of a global batch at a step.
+
+        Raises:
+            ValueError: the input is a loader whose position cannot be restored, or only on the
+                worker that has it; or too few workers were there to see that files cannot be
+                divided. It says what to do.
+        """
+        self._begun()
+        pipeline.check_resumable(self._nodes, self._loader, "an elastic loop")
+        # Others may come, also if there are none yet.
+        sharding = self._dataset._sharding_for(max(2, self._topology.num_workers), True)
+        why = "continues after whole batches only: use batch='constant'." if scaled else ""
+        if sharding is not Sharding.DATA:
+            why = (
+                "is another one on each worker, and its position is lost with the worker: pass an "
+                "equal one on each to distribute_dataset, with AutoShardPolicy.DATA, or a Dataset."
+            )
+        if why and self._loader is not None:
+            raise ValueError(f"an elastic loop: the {type(self._loader).__name__} {why}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of an iterator over an equal pipeline, with its remaining rows.
@@ -325,46 +428,47 @@ class DistributedIterator(TensorFlowIterator):
             ValueError: the state belongs to another pipeline, or to input that cannot be divided
                 anew, or the input is a loader without a `load_state_dict`.
         """
-        pipeline.check_resumable(self._node, self._loader, "load_state_dict")
-        progress = Progress.of_state(state).fit(self._own)
-        loader = state.get("loader")
-        self._check_shared_alike(progress, loader)
+        dataset, topology = self._dataset, self._topology
+        progress = Progress.of_state(state, topology.replica_counts)
+        by_function = dataset._sharding is Sharding.FUNCTION
+        counts = progress.replica_counts if by_function else topology.replica_counts
+        shards = progress.shards_of(topology)
+        nodes = {shard: dataset._pipelines.of(shard, counts) for shard in shards}
+        progress.check_fits(dataset._sharding, nodes)
+        loader: Any = next(map(loader_of, nodes.values()), None)
+        pipeline.check_resumable(nodes.values(), loader, "load_state_dict")
+        loaded = state.get("loader")
+        self._check_shared_alike(progress, loaded, loader)
         self.close()
-        self._progress = progress
-        seeds = progress.seeds[self._first_shard]
-        self._epoch = Epoch.resume(self._node, seeds)
+        parts = {at: (node, Epoch.resume(node, progress.seeds[at])) for at, node in nodes.items()}
+        self._read(progress, parts, loaded is not None)
         self._source = self._loader_state = None
         self._over = self._failed = False
         self._used_up.clear()
-        if loader is not None:
-            self._loader.load_state_dict(loader["state"])
-            batches = progress.positions[self._first_shard].batches
-            self._epoch = replace(self._epoch, loaded=batches)
-            if loader["over"]:  # Others may go on, and this worker takes part.
+        if loaded is not None:
+            loader.load_state_dict(loaded["state"])
+            if loaded["over"]:  # Others may go on, and this worker takes part.
                 self._used_up.set()
 
     def close(self) -> None:
-        """End the iteration, and stop its threads."""
-        self._epoch.threads.close()
+        """End the iteration, and stop its threads.
+
+        If it reads ahead in a loader with a state, it waits until nothing reads there any more.
+        """
+        self._threads.close(wait=self._loader is not None)
         self._over = True
 
-    @property
-    def _first_shard(self) -> int:
-        return next(iter(self._progress.shards_of(self._topology)), 0)
-
     def _open(self) -> Iterator[PipelineStep]:
-        progress, topology = self._progress, self._topology
-        sharding, workers = progress.sharding, topology.workers
-        nodes = upstream(self._node)
-        epochs = {}
-        for shard in progress.shards_of(topology):
-            part = (shard, len(progress.positions)) if sharding is Sharding.FILE else (0, 1)
-            epochs[shard] = (replace(self._epoch, shard=part), progress.positions[shard])
-        source = steps_of(self._node, topology, sharding, {} if self._used_up.is_set() else epochs)
-        if self._depth and self._loader is not None:
+        sharding, topology = self._begun().sharding, self._topology
+        workers, readings = topology.workers, {} if self._used_up.is_set() else self._readings
+        nodes = [step for node in self._nodes for step in upstream(node)]
+        depth = self._dataset._options.prefetch
+        depth = _default_depth(nodes, topology.devices) if depth is None else depth
+        source = steps_of(topology, sharding, readings, self._dataset._scale)
+        if depth and self._loader is not None:
             source = _with_states(source, self._loader)
-        if self._depth:
-            source = Ahead(source, self._depth, self._epoch.threads)
+        if depth:
+            source = Ahead(source, depth, self._threads)
         if self._loader is not None:
             source = _noting_the_end(source, self._used_up)
         if sharding is Sharding.DATA:
@@ -383,26 +487,29 @@ class DistributedIterator(TensorFlowIterator):
             step._replace(reached=dict.fromkeys(every, *step.reached.values())) for step in source
         )
 
-    def _check_shared_alike(self, progress: Progress, loader: Mapping[str, Any] | None) -> None:
+    def _check_shared_alike(
+        self, progress: Progress, loaded: Mapping[str, Any] | None, loader: Any
+    ) -> None:
         """Raise an error if this worker cannot continue its part of a saved state."""
-        several = self._topology.num_workers > 1
-        if progress.sharding is Sharding.FILE and several and self._topology.workers is None:
+        number, workers = self._topology.worker_index, self._topology.num_workers
+        apart = progress.sharding is not Sharding.DATA
+        anew = apart and len(progress.positions) != workers
+        by_file = progress.sharding is Sharding.FILE
+        if (by_file or anew) and workers > 1 and self._topology.workers is None:
             raise ValueError(
-                "load_state_dict: the state is of files divided among workers, so the workers must "
-                "agree on the end of each: pass their communicator as workers."
+                "load_state_dict: the state is of shards divided among workers, so the workers "
+                "must agree on the end of each: pass their communicator as workers."
             )
-        if (loader is None) is not (self._loader is None):
+        if (loaded is None) is not (loader is None):
             raise ValueError(
                 "load_state_dict: only one of the saved input and this input is a loader with a "
                 "state of its own. Distribute the same input as when the state was saved."
             )
-        number = self._topology.worker_index
-        by_worker = progress.sharding is not Sharding.DATA
-        if loader is not None and by_worker and loader["worker"] != number:
+        if loaded is not None and apart and (anew or loaded["worker"] != number):
             raise ValueError(
-                f"load_state_dict: the state is of the loader of worker {loader['worker']}, but "
-                f"this is worker {number}. Each worker has its own loader here: save a state on "
-                "every worker, and load that one."
+                f"load_state_dict: the state is of the loader of worker {loaded['worker']} of "
+                f"{len(progress.positions)}, but this is worker {number} of {workers}. Each worker "
+                "has its own loader here: save a state on every worker, and load that one."
             )
 
 
@@ -436,7 +543,7 @@ def _options_of(node: Node) -> InputOptions:
     return next((options for options in said if options is not None), InputOptions())
 
 
-def _default_depth(node: Node, devices: Sequence[Device]) -> int:
+def _default_depth(nodes: Sequence[Node], devices: Sequence[Device]) -> int:
     """Return the default number of steps to prepare ahead.
 
     Measured on 2 cores, batches of 256 x 784 float32, with a thread relative to none: steps of a
@@ -444,4 +551,7 @@ def _default_depth(node: Node, devices: Sequence[Device]) -> int:
     computes on both cores 0 to 10 % more. Arrays on the CPU involve no waiting, so they use no
     thread; a user's function may read files.
     """
-    return 2 if node.calls_user or any(device.kind != "cpu" for device in devices) else 0
+    if any(has_state(node.loader) for node in nodes):
+        return 0  # Reading ahead would take a state from it after every batch.
+    waits = any(node.runs_user_code for node in nodes)
+    return 2 if waits or any(device.kind != "cpu" for device in devices) else 0

@@ -88,7 +88,7 @@ class ElementIterator(TensorFlowIterator):
         Raises:
             ValueError: the elements are of a loader, which this iterator cannot take back.
         """
-        check_resumable(self._node, None, "state_dict")
+        check_resumable((self._node,), None, "state_dict")
         number = next(self._numbers)
         self._number(self._elements, number)
         return {
@@ -102,7 +102,7 @@ class ElementIterator(TensorFlowIterator):
         Raises:
             ValueError: the state is of another pipeline, or the elements are of a loader.
         """
-        check_resumable(self._node, None, "load_state_dict")
+        check_resumable((self._node,), None, "load_state_dict")
         seeds = [ShuffleSeed(int(entropy), int(number)) for entropy, number in state["shuffles"]]
         if len(seeds) != len(self._epoch.seeds):
             raise ValueError(

@@ -64,10 +64,10 @@ class SeedCounter:
             return self._next._replace(iteration=0)
         return ShuffleSeed(_folded(seed.entropy, place), 0)
 
-    def draw(self) -> ShuffleSeed:
-        """Return the seed of the next epoch."""
+    def draw(self, least: int = 0) -> ShuffleSeed:
+        """Return the seed of the next epoch, or of a later one if that is epoch `least`."""
         with self._lock:
-            drawn = self._next
+            drawn = self._next._replace(iteration=max(least, self._next.iteration))
             self._next = drawn._replace(iteration=drawn.iteration + 1)
             return drawn
 
@@ -100,9 +100,9 @@ class Epoch:
     failed: threading.Event = field(default_factory=threading.Event)  # An error has ended it.
 
     @classmethod
-    def begin(cls, node: Node) -> Epoch:
-        """Return the next epoch over a pipeline."""
-        return cls({counter: counter.draw() for counter in seeds_of(node)})
+    def begin(cls, node: Node, least: int = 0) -> Epoch:
+        """Return the next epoch over a pipeline, or a later one if that is epoch `least`."""
+        return cls({counter: counter.draw(least) for counter in seeds_of(node)})
 
     @classmethod
     def resume(cls, node: Node, seeds: Sequence[ShuffleSeed]) -> Epoch:
@@ -343,9 +343,14 @@ def seeds_of(node: Node) -> list[SeedCounter]:
     return [step.seeds for step in upstream(node) if step.seeds is not None]
 
 
-def check_resumable(node: Node, loader: Any, what: str) -> None:
-    """Raise an error if the position of a loader in the pipeline cannot be restored."""
-    for step in upstream(node):
+def number_of_files(node: Node) -> int:
+    """Return the number of files that a pipeline reads."""
+    return sum(len(step.files or ()) for step in upstream(node))
+
+
+def check_resumable(nodes: Iterable[Node], loader: Any, what: str) -> None:
+    """Raise an error if the position of a loader in the pipelines cannot be restored."""
+    for step in chain.from_iterable(map(upstream, nodes)):
         if step.loader is loader or isinstance(step.loader, Sequence | None):
             continue
         kind = type(step.loader).__name__
@@ -363,7 +368,7 @@ def facts(node: Node) -> dict[str, Any]:
     lengths = [step.spec.cardinality for step in sources]
     arrays = [f"{array} of {step.name}" for step in sources for array in step.contents]
     return {
-        "number of files": sum(len(step.files or ()) for step in sources),
+        "number of files": number_of_files(node),
         "number of batches": node.spec.cardinality,
         "length of its sources": lengths[0] if len(lengths) == 1 else lengths,
         "batch size": node.spec.batch_size,

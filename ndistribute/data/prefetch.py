@@ -42,12 +42,12 @@ class Threads:
         if self._closed:
             buffer.close()
 
-    def close(self) -> None:
-        """Stop all threads, without waiting for them."""
+    def close(self, wait: bool = False) -> None:
+        """Stop all threads, without waiting for them; or `wait` until none takes an element."""
         self._closed = True
         for each in self._buffers.copy():
             if (buffer := each()) is not None:
-                buffer.close()
+                buffer.close(wait)
 
 
 class Ahead(Iterator[T], Generic[T]):
@@ -151,18 +151,21 @@ class _Buffer:
                     )
             return None, StopIteration()
 
-    def close(self) -> None:
-        """Wake both sides, and end the iteration."""
+    def close(self, wait: bool = False) -> None:
+        """Wake both sides, and end the iteration; or `wait` until nothing reads the source."""
         with self._room:
             self._over = True
             self._made.clear()
             self._room.notify_all()
             self._ready.notify_all()
+        if wait:
+            self._turn.acquire()
+            self._turn.release()
 
     def _take(self) -> tuple[int, Any, BaseException | None] | None:
         """Return the number and the next element or the final exception; None after the end."""
         with self._turn:
-            if self._source is None or self._exhausted:
+            if self._source is None or self._exhausted or self._over:
                 return None
             number, self._taken = self._taken, self._taken + 1
             try:

@@ -8,16 +8,20 @@ step contains the positions after it, so prefetched steps do not affect the stat
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from fractions import Fraction
 from itertools import islice, pairwise
 from numbers import Number
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ndistribute import tree
 from ndistribute.data.elements import Element, checksum, leading_length
 from ndistribute.data.options import Sharding, Topology
-from ndistribute.data.pipeline import Epoch, Node, ShuffleSeed, upstream
+from ndistribute.data.pipeline import Epoch, Node, ShuffleSeed, number_of_files, seeds_of, upstream
 from ndistribute.devices import Device, copy_to, to_host
 from ndistribute.values import PerReplica
 
@@ -41,8 +45,16 @@ class Position(NamedTuple):
     of: int = 0  # The number of pieces of that whole batch.
 
 
-Epochs = Mapping[int, tuple[Epoch, Position]]
-"""The epoch and the start position of each shard."""
+class Reading(NamedTuple):
+    """What a worker reads of a shard: a pipeline, from a position in an epoch on."""
+
+    node: Node
+    epoch: Epoch
+    position: Position
+
+
+Readings = Mapping[int, Reading]
+"""What a worker reads, by the number of the shard."""
 
 
 class PipelineStep(NamedTuple):
@@ -55,12 +67,17 @@ class PipelineStep(NamedTuple):
     loader_state: Any = None  # After this step, of a loader that is read ahead.
 
 
+# Each worker has its own stream, which another worker may finish.
+_APART = {Sharding.OFF, Sharding.FUNCTION}
+
+
 @dataclass
 class Progress:
     """The shards of an epoch: the seeds of the shuffles and the position of each."""
 
     sharding: Sharding
     files: int  # The number of files that the pipeline reads.
+    replica_counts: tuple[int, ...]  # Of the workers among whom the epoch was divided.
     seeds: list[list[ShuffleSeed]]
     positions: list[Position]
 
@@ -70,14 +87,24 @@ class Progress:
             return (0,)
         return range(topology.worker_index, len(self.positions), topology.num_workers)
 
+    @property
+    def following(self) -> int:
+        """The number of the next epoch of the shuffles."""
+        return 1 + max((seed.iteration for seeds in self.seeds for seed in seeds), default=-1)
+
     def state_dict(self) -> dict[str, Any]:
         pairs = zip(self.positions, self.seeds, strict=True)
         shards = [{**at._asdict(), "shuffles": [*map(list, seeds)]} for at, seeds in pairs]
-        return {"sharding": self.sharding.value, "files": self.files, "shards": shards}
+        return {
+            "sharding": self.sharding.value,
+            "files": self.files,
+            "replica_counts": list(self.replica_counts),
+            "shards": shards,
+        }
 
     @classmethod
-    def of_state(cls, state: Mapping[str, Any]) -> Progress:
-        """Return the progress in a state of `state_dict`."""
+    def of_state(cls, state: Mapping[str, Any], replica_counts: tuple[int, ...]) -> Progress:
+        """Return the progress in a state of `state_dict`; earlier versions saved no counts."""
         if not {"sharding", "files", "shards"} <= state.keys():
             raise ValueError(
                 "load_state_dict needs what state_dict returned, with 'sharding', 'files' and "
@@ -86,66 +113,69 @@ class Progress:
         shards = state["shards"]
         seeds = [[ShuffleSeed(int(e), int(i)) for e, i in shard["shuffles"]] for shard in shards]
         positions = [Position(*(int(shard[name]) for name in Position._fields)) for shard in shards]
-        return cls(Sharding(state["sharding"]), int(state["files"]), seeds, positions)
+        counts = tuple(map(int, state.get("replica_counts", replica_counts)))
+        sharding, files = Sharding(state["sharding"]), int(state["files"])
+        if sharding is Sharding.FUNCTION and len(counts) != len(shards):
+            raise ValueError(
+                f"load_state_dict: an earlier version saved the state, of {len(shards)} worker(s), "
+                f"each with the dataset of its function, but there are {len(counts)} now. Continue "
+                f"with {len(shards)}, or begin the epoch anew."
+            )
+        return cls(sharding, files, counts, seeds, positions)
 
-    def fit(self, start: Progress) -> Progress:
-        """Return this progress for an iterator that began at `start`, or raise a ValueError."""
-        fitted, saved, now = self, len(self.positions), len(start.positions)
-        if self.sharding is Sharding.OFF:  # Each worker reads everything, also a new one.
-            chosen = [worker % saved for worker in range(now)]
-            seeds = [self.seeds[number] for number in chosen]
-            positions = [self.positions[number] for number in chosen]
-            fitted = replace(self, seeds=seeds, positions=positions)
-        have, want = ([len(seeds) for seeds in each.seeds] for each in (fitted, start))
-        refused = (
-            (
-                self.files != start.files,
-                f"a pipeline of {self.files} file(s), this one reads {start.files}. Give it the "
-                "same files in the same order.",
-            ),
-            (
-                self.sharding is not start.sharding
-                and {Sharding.OFF, Sharding.FUNCTION} & {self.sharding, start.sharding},
-                f"input that workers share by {self.sharding.name}, this one by "
-                f"{start.sharding.name}. Distribute the dataset as it was when the state was "
-                "saved.",
-            ),
-            (
-                self.sharding is Sharding.FUNCTION and saved != now,
-                f"{saved} worker(s), each with the dataset that its function returned, but there "
-                f"are {now} now. Their rest cannot be divided anew: continue with {saved}, or use "
-                "distribute_dataset.",
-            ),
-            (
-                have != want[:1] * len(have) and have != want,
-                f"a pipeline with {have[0]} shuffle(s), this one has {want[0]}. Build the pipeline "
-                "as it was when the state was saved.",
-            ),
-        )
-        for wrong, what in refused:
-            if wrong:
-                raise ValueError(f"load_state_dict: the state is of {what}")
-        return fitted
+    def check_fits(self, sharding: Sharding, nodes: Mapping[int, Node]) -> None:
+        """Raise a ValueError if this is not the progress of an input.
+
+        Args:
+            sharding: how workers share the input.
+            nodes: the pipelines of some of its shards.
+        """
+        refused = ""
+        if self.sharding is not sharding and _APART & {self.sharding, sharding}:
+            refused = (
+                f"input that workers share by {self.sharding.name}, this one by {sharding.name}. "
+                "Distribute the dataset as it was when the state was saved."
+            )
+        for shard, node in () if refused else nodes.items():
+            have, want = len(self.seeds[shard]), len(seeds_of(node))
+            files = number_of_files(node)
+            if self.files != files and sharding is not Sharding.FUNCTION:
+                refused = (
+                    f"a pipeline of {self.files} file(s), this one reads {files}. Give it the "
+                    "same files in the same order."
+                )
+            elif have != want:
+                refused = (
+                    f"a pipeline with {have} shuffle(s), this one has {want}. Build the pipeline "
+                    "as it was when the state was saved."
+                )
+        if refused:
+            raise ValueError(f"load_state_dict: the state is of {refused}")
 
 
 def steps_of(
-    node: Node, topology: Topology, sharding: Sharding, epochs: Epochs
+    topology: Topology, sharding: Sharding, readings: Readings, scale: Fraction
 ) -> Iterator[PipelineStep]:
-    """Yield the steps of this worker from the start positions of its shards."""
+    """Yield the steps of this worker from the start positions of its shards.
+
+    Args:
+        topology: the replicas of all workers.
+        sharding: how the workers share the input.
+        readings: what this worker reads.
+        scale: the part of a global batch that all workers together take at a step.
+    """
     if sharding is Sharding.DATA:
-        return _cut(node, topology, epochs)
-    pieces = 1 if sharding is Sharding.FUNCTION else topology.num_replicas
-    full = node.spec.batch_size if sharding is Sharding.FILE else None
-    return _deal(topology.devices, _dealt(node, pieces, full, epochs))
+        return _cut(topology, readings, scale)
+    pieces = 1 if sharding is Sharding.FUNCTION else max(1, round(topology.num_replicas / scale))
+    return _deal(topology.devices, _dealt(readings, pieces, sharding is Sharding.FILE))
 
 
-def _cut(node: Node, topology: Topology, epochs: Epochs) -> Iterator[PipelineStep]:
+def _cut(topology: Topology, readings: Readings, scale: Fraction) -> Iterator[PipelineStep]:
     """Yield steps of this worker's slices of every global batch."""
     compares = topology.num_workers > 1
-    loads = any(step.loader is not None for step in upstream(node))
-    for shard, (epoch, position) in epochs.items():
-        source = node.iterate(epoch, position.batches)
-        for number, batch in enumerate(source, position.batches + 1):
+    for shard, reading in readings.items():
+        loads = any(step.loader is not None for step in upstream(reading.node))
+        for after, batch in _taken_from(reading, scale):
             leaves = tree.flatten(batch)
             length = leading_length(leaves, "distribute_dataset", BATCH_IT)
             pieces = replica_slices(length, topology.replica_counts, topology.worker_index)
@@ -153,9 +183,62 @@ def _cut(node: Node, topology: Topology, epochs: Epochs) -> Iterator[PipelineSte
             # On the CPU these are views.
             parts = [PerReplica([copy_to(leaf[rows], at) for rows, at in pairs]) for leaf in leaves]
             value = tree.unflatten(batch, parts)
-            begins = compares and number == position.batches + 1
-            first = _note_of(leaves, digest=loads) if begins else None
-            yield PipelineStep(value, {shard: Position(number)}, length, first)
+            first = _note_of(leaves, digest=loads) if compares else None
+            compares = False
+            yield PipelineStep(value, {shard: after}, length, first)
+
+
+def _taken_from(reading: Reading, scale: Fraction) -> Iterator[tuple[Position, Element]]:
+    """Yield what steps take of a stream of global batches, each after the position behind it.
+
+    They are whole batches, after the rest of a batch that was begun. If `scale` is not 1, they have
+    that part of the rows of a batch, also of two batches, if these can be joined.
+    """
+    done, used = reading.position[:2]
+    held: list[Element] = []
+    size = missing = 0
+    for number, batch in enumerate(reading.node.iterate(reading.epoch, done), done):
+        after, length = Position(number + 1), 0
+        if scale != 1 or used:
+            length = leading_length(tree.flatten(batch), "distribute_dataset", BATCH_IT)
+        if scale == 1:
+            yield after, _rows(batch, used, length) if used else batch
+            used = 0
+            continue
+        if held and not _joinable(held[-1], batch):
+            yield Position(number), _joined(held)
+            held, missing = [], size
+        size = size or math.ceil(scale * (reading.node.spec.batch_size or length))
+        missing = missing or size
+        while used < length:
+            stop = min(length, used + missing)
+            held.append(_rows(batch, used, stop))
+            used, missing = stop, missing - (stop - used)
+            if not missing:
+                yield Position(number, used) if used < length else after, _joined(held)
+                held, missing = [], size
+        used = 0
+    if held:
+        yield after, _joined(held)
+
+
+def _rows(batch: Element, start: int, stop: int) -> Element:
+    return tree.map_leaves(lambda leaf: leaf[start:stop], batch)
+
+
+def _joinable(first: Element, other: Element) -> bool:
+    """Return True if the rows of two batches have the same structure, dtypes and shapes."""
+    kinds = ([(x.dtype, x.shape[1:]) for x in tree.flatten(each)] for each in (first, other))
+    return tree.same_structure(first, other) and next(kinds) == next(kinds)
+
+
+def _joined(parts: Sequence[Element]) -> Element:
+    """Return the rows of batches as one batch."""
+    if len(parts) == 1:
+        return parts[0]
+    columns = zip(*map(tree.flatten, parts), strict=True)
+    leaves = [np.concatenate([*map(to_host, column)]) for column in columns]
+    return tree.unflatten(parts[0], leaves)
 
 
 def _note_of(leaves: Sequence[Any], *, digest: bool) -> dict[str, Any]:
@@ -198,15 +281,15 @@ def _deal(
 
 
 def _dealt(
-    node: Node, count: int, full: int | None, epochs: Epochs
+    readings: Readings, count: int, of_usual_size: bool
 ) -> Iterator[tuple[int, Position, Element]]:
     """Yield the shard, the position afterwards and the rows of each piece of this worker's batches.
 
-    A batch is cut into `count` pieces: one for each replica of all workers. If `full` is given, a
-    shorter batch is cut into fewer pieces of the usual size, so that it takes fewer steps.
+    A batch is cut into `count` pieces: one for each replica of all workers. If they are
+    `of_usual_size`, a short batch is cut into fewer pieces, so that it takes fewer steps.
     """
-    for shard, (epoch, position) in epochs.items():
-        done = position
+    for shard, (node, epoch, position) in readings.items():
+        done, full = position, node.spec.batch_size if of_usual_size else None
         for batch in node.iterate(epoch, position.batches):
             for after, piece in _pieces(batch, done, count, full):
                 yield shard, after, piece

@@ -285,17 +285,22 @@ class Transforming(Pipeline):
             )
         # The nodes before it use frozen seeds, so the order does not depend on the epoch that
         # filled the cache: a resumed program gets the same order.
-        child, kept = self._node, dict[tuple[int, int], list[Chunk]]()
+        # A worker may read parts of other workers, whose shuffles have other seeds.
+        child, kept = self._node, dict[Any, list[Chunk]]()
+        counters = pipeline.seeds_of(child)
+
+        def key(epoch: Epoch) -> Any:
+            return epoch.shard, *(epoch.seeds[counter].entropy for counter in counters)
 
         def filling(epoch: Epoch) -> Iterator[Chunk]:
             seen: list[Chunk] = []
             for chunk in child.chunks(epoch.frozen(), 0):
                 seen.append(chunk if isinstance(chunk, Rows) else [*map(read_only, chunk)])
                 yield seen[-1]
-            kept[epoch.shard] = seen
+            kept[key(epoch)] = seen
 
         def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-            known = kept.get(epoch.shard)
+            known = kept.get(key(epoch))
             return drop(filling(epoch) if known is None else iter(known), start)
 
         return self._then("cache()", chunks)

@@ -102,7 +102,7 @@ class Strategy:
     #: Names that `dir` and completion omit: only the package and extensions of it use them.
     _internal = frozenset(
         "across_workers agree_on attempt input_topology is_default let_go make_group "
-        "make_variable needs_equal_parts note_variable note_write numbers regroup "
+        "make_variable needs_equal_parts note_state note_variable note_write numbers regroup "
         "replica_contexts running_on serial session "
         "variable_kinds".split()
     )
@@ -186,6 +186,9 @@ class Strategy:
 
     def note_variable(self, variable: Variable) -> None:
         """Take notice of a new variable of this strategy."""
+
+    def note_state(self, holder: Any) -> None:
+        """Take notice of what has a state of plain values that steps change."""
 
     def note_write(self, variable: Variable, write: Write) -> None:
         """Take notice of a write outside of replicas to a variable with components."""

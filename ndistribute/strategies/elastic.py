@@ -222,7 +222,7 @@ class ElasticSession:
         self.input, self.at_batch = iterator, False
 
     def join(self) -> bool:
-        """Join the loop as a newcomer; let others do so. Return False if the job has ended it."""
+        """Join the loop as a newcomer, and let others do so; return False if it has ended."""
         if self.is_newcomer:
             try:
                 self._change(prepared=False)

@@ -246,6 +246,11 @@ class MultiWorkerMirroredStrategy(Strategy):
         if self.session is not None:
             self.session.state.add(variable)
 
+    def note_state(self, holder: Any) -> None:
+        """Take notice of what has a state of plain values; a step that runs again sets it back."""
+        if self.session is not None:
+            self.session.state.add_plain(holder)
+
     def note_write(self, variable: Variable, write: Write) -> None:
         """Take notice of a write outside of replicas to a variable with components."""
         if self.session is not None:

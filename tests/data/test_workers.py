@@ -395,7 +395,7 @@ def test_batches_that_replicas_take_one_by_one_are_resumed(replicas, others, tak
     assert rows_of([pieces_of(resumed)]) == rows_of([pieces_of(interrupted)])
 
 
-def test_what_a_function_made_is_gone_on_with_by_as_many_workers_only():
+def test_workers_go_on_with_what_a_function_made_for_others():
     def make(context):
         rows = Dataset.range(10).shard(context.num_input_pipelines, context.input_pipeline_id)
         return rows.shuffle(10).batch(1)
@@ -413,8 +413,12 @@ def test_what_a_function_made_is_gone_on_with_by_as_many_workers_only():
     for worker in range(2):
         used = rows_of([taken[worker]]) + rows_of([rest[worker]])
         assert sorted(used) == list(range(worker, 10, 2))
+    for others in (1, 3):
+        rest = raised(on_workers(others, lambda workers: work(workers, state)))
+        assert sorted(rows_of(taken) + rows_of(rest)) == list(range(10))
+    del state["replica_counts"]
     refused = on_workers(3, lambda workers: work(workers, state))
-    all_raise(refused, ValueError, r"the state is of 2 worker\(s\).*there are 3 now")
+    all_raise(refused, ValueError, r"earlier version.*2 worker\(s\).*there are 3 now")
 
 
 @pytest.mark.parametrize(
