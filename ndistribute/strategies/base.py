@@ -214,6 +214,11 @@ class Strategy:
         return self._resolver
 
     @property
+    def batch_scale(self) -> float:
+        """The size of a batch over that at the first start, where it grows with the workers; or 1."""
+        return 1.0
+
+    @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas of all processes that reduce together."""
         return self.replica_contexts[0].num_replicas_in_sync

@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from fractions import Fraction
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -139,6 +140,7 @@ class ElasticSession:
                 with contextlib.suppress(WorkerLostError):  # A lost member: meet again.
                     self._form(joined)
                     self._meetings.establish(joined.plan)
+            self._first_size = 0 if self.is_newcomer else self.size
         except BaseException:
             self.close()
             raise
@@ -197,6 +199,12 @@ class ElasticSession:
             return value if self.workers is None else self.workers.all_gather(value, axis)
 
         return self.attempt(gather)
+
+    @property
+    def batch_scale(self) -> Fraction:
+        """The size of a batch over that at the first start of the job."""
+        is_scaled = self.limits.batch == "scaled" and self._first_size
+        return Fraction(self.size, self._first_size) if is_scaled else Fraction(1)
 
     def topology(self) -> Topology:
         """Return the replicas of this worker and of all."""
@@ -436,6 +444,7 @@ class ElasticSession:
             mine = {"variables": self.state.described(), "sums": self.state.known_sums()}
             mine |= {"seed": [str(seed.entropy), seed.n_children_spawned]}
             mine |= {"shared": self.share(), "unit": self._unit, "inputs": self.inputs}
+            mine["first_size"] = self._first_size
         if outcome.uncounted:
             _log.warning("metrics lack what lost workers counted in unit %d", self._unit)
             mine["growth"] = self.state.growth(rank)
@@ -453,6 +462,7 @@ class ElasticSession:
         )
         if self.is_newcomer:
             self._unit, self.inputs = source["unit"], source["inputs"]
+            self._first_size = source["first_size"]
             context.restore_seed(int(source["seed"][0]), source["seed"][1])
             self.take(source["shared"])
         if is_cut:

@@ -155,7 +155,8 @@ class ElasticIterator(TensorFlowIterator):
             state = self._inner.state_dict() if self._next is _NOTHING else self.state()
             self._inner.close()
             self._next = _NOTHING
-        self._inner = iter(self._dataset.divided_among(self._session.topology()))
+        session = self._session
+        self._inner = iter(self._dataset.divided_among(session.topology(), session.batch_scale))
         self._changes = self._session.changes
         self._inner.check_can_go_back()
         if state is not None:

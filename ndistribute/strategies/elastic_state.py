@@ -80,7 +80,7 @@ class ReplicatedState:
             self._kept += [(cell, _array_of(cell)) for cell in variable._cells]
 
     def add_plain(self, holder: Any) -> None:
-        """Add what has a state of plain values, such as a count of calls, and writes no more yet."""
+        """Add what has a state of plain values, such as a count of calls, before a call."""
         if holder not in self._plain:
             self._plain.add(holder)
             self._kept_states.append((holder, holder.state_dict()))

@@ -198,6 +198,11 @@ class MultiWorkerMirroredStrategy(Strategy):
         return super().is_chief if self.session is None else self.session.is_chief
 
     @property
+    def batch_scale(self) -> float:
+        """The number of workers over that at the first start, with ``batch="scaled"``; or 1."""
+        return super().batch_scale if self.session is None else float(self.session.batch_scale)
+
+    @property
     def input_topology(self) -> Topology:
         """The replicas of this process and of all processes, for input pipelines."""
         return super().input_topology if self.session is None else self.session.topology()
