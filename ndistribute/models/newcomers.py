@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from ndistribute.data.sources import has_state
@@ -58,7 +59,8 @@ def training_loop(model: Any, batches: Any) -> Iterator[bool]:
 
 def _parts(model: Any) -> list[Any]:
     """Return the optimizers of a model, with those that others wrap, and its callbacks."""
-    optimizers = [each for each in vars(model).values() if isinstance(each, Optimizer)]
+    values = [each if isinstance(each, list | tuple) else [each] for each in vars(model).values()]
+    optimizers = [each for each in chain(*values) if isinstance(each, Optimizer)]
     optimizers += [each.inner for each in optimizers if hasattr(each, "inner")]
     return [*optimizers, *model.position.callbacks]
 

@@ -101,7 +101,7 @@ class Strategy:
 
     #: Names that `dir` and completion omit: only the package and extensions of it use them.
     _internal = frozenset(
-        "across_workers agree_on attempt input_topology is_default let_go make_group "
+        "across_workers agree_on attempt batch_scale input_topology is_default let_go make_group "
         "make_variable needs_equal_parts note_state note_variable note_write numbers regroup "
         "replica_contexts running_on serial session "
         "variable_kinds".split()
@@ -215,7 +215,7 @@ class Strategy:
 
     @property
     def batch_scale(self) -> float:
-        """The size of a batch over that at the first start, where it grows with the workers; or 1."""
+        """The size of a batch over that at the first start, if it grows with the workers; or 1."""
         return 1.0
 
     @property
