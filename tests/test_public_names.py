@@ -43,7 +43,7 @@ OBJECTS = {
     ),
     "distributed dataset": (
         lambda: nd.get_strategy().distribute_dataset(nd.Dataset.range(3).batch(1)),
-        "cardinality element_spec",
+        "cardinality divided_among element_spec",
     ),
     "optimizer": (
         nd.optimizers.SGD,

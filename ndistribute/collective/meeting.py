@@ -27,7 +27,10 @@ from ndistribute.collective.bootstrap import ProcessInfo, host_identity
 from ndistribute.collective.membership import (
     Arrival,
     Elastic,
+    Inquiry,
+    JobStatus,
     Member,
+    Redirection,
     Roster,
     RosterMeeting,
     RosterPlan,
@@ -44,7 +47,7 @@ from ndistribute.transport.secret import credentials_of
 from ndistribute.transport.waiting import WaitReport
 
 _PURPOSE = "meeting"
-_REACH_SECONDS = 1.0  # For an answer, because a stopped process accepts connections and is silent.
+_REACH_SECONDS = 1.0  # For an answer: a stopped process accepts connections and is silent.
 _PAUSES = (0.002, 0.005, 0.01, 0.02, 0.05)
 _ALONE_SECONDS = 0.005  # Of a coordinator, until it asks those who are absent.
 _WATCH_SECONDS = 0.2  # Between two questions to a member that may have ended.
@@ -66,34 +69,9 @@ class LoopOver(errors.DistributeError):
     """The loop in which a newcomer waits to join has come to its end."""
 
 
-class JobStatus(Record, frozen=True):
-    """What a process says about the job that it belongs to; the number is 0 if it is in none."""
-
-    instance: str
-    number: int = 0
-    loop: int = 0
-    address: str = ""  # Where newcomers wait.
-    size: int = 0
-
-
-class Inquiry(Record, frozen=True):
-    """The question for the `JobStatus`."""
-
-
-class Leave(Record, frozen=True):
-    """The good-bye of a member."""
-
-    instance: str
-
-
-class Redirection(Record, frozen=True):
-    """Why an arrival gets no plan: one of the words below, and the reason."""
-
-    kind: str
-    why: str = ""
-
-
+_ANSWERS = JobStatus | RosterPlan | Redirection
 _ELSEWHERE, _GONE, _OUTSIDE, _LATE = "elsewhere", "gone", "not a member", "late"
+_RAISED = {_OUTSIDE: NotAMember, _LATE: errors.CollectiveTimeoutError}
 
 
 @dataclass(frozen=True)
@@ -115,7 +93,7 @@ class Meetings:
         timeout: the seconds that a meeting waits for workers.
     """
 
-    requests: Any = Inquiry | Leave | Arrival
+    requests: Any = Inquiry | Arrival
     macs = False
 
     def __init__(
@@ -128,19 +106,23 @@ class Meetings:
         self._addresses, self._index, self._task = list(addresses), index, task
         self._timeout, self._silence = timeout, silence_seconds()
         self._credentials = credentials_of(addresses)
-        place, machine, pid = addresses[index], _machine(), os.getpid()
-        who = task, secrets.token_hex(8), place, host_identity(), machine, pid, _start_of(pid) or 0
-        self.member = Member(*who)
+        place, pid = addresses[index], os.getpid()
+        process = host_identity(), host_identity({}), pid, _start_of(pid) or 0
+        self.member = Member(task, secrets.token_hex(8), place, *process)
         self._established: Roster | None = None  # The last one that is known to be, anywhere.
         self._accepted: tuple[Roster, ...] = ()  # Later ones, which may form or may have formed.
         self._meeting = RosterMeeting(limits, addresses)
-        self._peers: dict[str, tuple[Peer, int]] = {}  # Where the arrivals wait for their answer.
-        self._begun: float | None = None  # When the first worker came to the present meeting.
+        # Where the arrivals wait for their answer, and since when.
+        self._peers: dict[str, tuple[Peer, int, float]] = {}
+        self._begun = 0.0  # When the meeting began that this process coordinates.
         self._host = ""  # The address of the coordinator that this process has gone to.
         self._suspects: set[str] = set()
-        self._hinted = self._runs = False  # Whether a lower rank, or a running job, has answered.
+        # Whether a lower rank, or a job without this process, has answered.
+        self._hinted = self._runs = False
         self._loop, self._admits, self._left = 0, False, False
-        self._clients: dict[str, Client] = {}
+        options: Any = {"timeout": _REACH_SECONDS, "repeats": False, "replies": _ANSWERS}
+        options |= {"name": task, "purpose": _PURPOSE}
+        self._clients = {each: Client(each, self._credentials, **options) for each in addresses}
         self._threads: list[threading.Thread] = []
         self._closing, self._formed = threading.Event(), threading.Event()
         self._changed = threading.Condition()
@@ -182,7 +164,7 @@ class Meetings:
             for _ in Attempts(deadline, *_PAUSES, wait=self._closing.wait):
                 plan = self._go_to_lower_ranks(arrival, deadline)
                 if self._runs:
-                    raise NotAMember(f"the job of {self._task} runs already: it may join.")
+                    raise NotAMember(_outside(arrival).why)
                 if plan is None and (arrival.rosters or not self._index):
                     plan = self._lead(arrival, deadline)
                 if isinstance(plan, RosterPlan):
@@ -243,12 +225,11 @@ class Meetings:
         with self._changed:
             if self._left:
                 return
-            self._left = True
+            self._left, name = True, self.member.instance
             others = {each.address for roster in self._rosters for each in roster.members}
             self._forget()
-            for name in list(self._peers):
-                self._send(name, Redirection(_GONE))
-        list(self._ask(others - {self.member.address}, Leave(self.member.instance)))
+            self._dismiss(Redirection(_GONE))
+        list(self._ask(others - {self.member.address}, Inquiry(leaving=name)))
 
     def close(self) -> None:
         """Leave, and end all threads and connections; a second call does nothing."""
@@ -260,12 +241,10 @@ class Meetings:
         with self._changed:
             self._changed.notify_all()
         self._server.close()
-        for client in list(self._clients.values()):
+        for client in self._clients.values():
             client.close()
         for thread in self._threads:
             thread.join(timeout=2 * _REACH_SECONDS)
-
-    # What the server calls.
 
     def connected(self, peer: Peer) -> None:
         """Nothing is to be done before its first request."""
@@ -273,37 +252,36 @@ class Meetings:
     def handle(self, peer: Peer, call: int, request: Any) -> Record | None:
         """Answer at once, or keep an arrival until its meeting has a plan."""
         with self._changed:
-            if isinstance(request, Arrival):
-                if (reply := self._answer_to(request)) is not None:
-                    return reply
+            if isinstance(request, Inquiry):
+                if request.leaving:
+                    self._lose(request.leaving)
+                return self._status()
+            if (reply := self._answer_to(request)) is None:
                 self._meeting.arrive(request)
-                self._peers[request.member.instance] = peer, call
-                if not request.report.newcomer:
-                    self._begun = self._begun or time.monotonic()
-            elif isinstance(request, Leave):
-                self._meeting.lose(request.instance)
-            self._changed.notify_all()
-            return None if isinstance(request, Arrival) else self._status()
+                self._peers[request.member.instance] = peer, call, time.monotonic()
+                self._changed.notify_all()
+            return reply
 
     def disconnected(self, peer: Peer, died: bool) -> None:
         """Forget who waited on this connection."""
         with self._changed:
-            for name in [name for name, (other, _) in self._peers.items() if other is peer]:
+            for name in [name for name, waits in self._peers.items() if waits[0] is peer]:
                 del self._peers[name]
                 self._meeting.depart(name)
             self._changed.notify_all()
 
     @property
     def _rosters(self) -> list[Roster]:
-        return [*([self._established] if self._established else ()), *self._accepted]
+        return [each for each in (self._established, *self._accepted) if each]
 
     def _status(self) -> JobStatus:
         if not self._rosters:
             return JobStatus(self.member.instance)
         last = self._rosters[-1]
         here = self.member.address if self._begun else last.members[0].address
-        who = self.member.instance, last.number, self._loop, self._host or here, len(last.members)
-        return JobStatus(*who)
+        members = tuple(name for roster in self._rosters for name in roster.instances)
+        name, place = self.member.instance, self._host or here
+        return JobStatus(name, last.number, self._loop, place, members)
 
     def _answer_to(self, arrival: Arrival) -> Redirection | None:
         """Return why an arrival cannot wait here, or None if it can."""
@@ -319,8 +297,6 @@ class Meetings:
             return _outside(arrival)
         return Redirection(_ELSEWHERE) if self._host else None
 
-    # The way to the coordinator.
-
     def _go_to_lower_ranks(
         self, arrival: Arrival, deadline: float
     ) -> RosterPlan | Redirection | None:
@@ -329,15 +305,11 @@ class Meetings:
             if self._is_gone(member):
                 continue
             reply = self._go_to(member.address, arrival, deadline, member.instance)
-            if isinstance(reply, Redirection):
-                if reply.kind == _OUTSIDE:
-                    raise NotAMember(reply.why)
-                if reply.kind == _LATE:
-                    raise errors.CollectiveTimeoutError(reply.why, op="meet")
-                if reply.kind == _GONE:
-                    self._lose(member.instance)
-                    continue
-            if reply is not None:
+            if isinstance(reply, Redirection) and reply.kind in _RAISED:
+                raise _RAISED[reply.kind](reply.why)
+            if isinstance(reply, Redirection) and reply.kind == _GONE:
+                self._lose(member.instance)
+            elif reply is not None:
                 return reply
         return None
 
@@ -354,49 +326,51 @@ class Meetings:
         """Return what a coordinator answers, or None if it does not answer any more."""
         arrival = msgspec.structs.replace(arrival, suspects=tuple(self._suspects))
         try:
-            call = self._client(address).start(arrival, timeout=_REACH_SECONDS)
-        except errors.WorkerLostError:
+            call = self._clients[address].start(arrival, timeout=_REACH_SECONDS)
+        except errors.DistributeError as error:
+            if isinstance(error, errors.AuthenticationError) and not arrival.rosters:
+                raise  # Later it only means that somebody else has the address.
             return None
         with self._changed:
             self._host, heard = address, time.monotonic()
-            for name in list(self._peers):
-                self._send(name, Redirection(_ELSEWHERE))
+            self._dismiss(Redirection(_ELSEWHERE))
         try:
             while not self._closing.is_set():
-                reply: RosterPlan | Redirection | None = call.result(heard + _REACH_SECONDS)
-                if reply is not None or self._patience(instance) < time.monotonic() - heard:
-                    self._suspects.update({instance} if reply is None else ())
+                until = time.monotonic() + _REACH_SECONDS
+                reply: RosterPlan | Redirection | None = call.result(until)
+                if reply is not None:
                     return reply
                 if time.monotonic() > deadline + _GRACE_SECONDS:
                     raise self._late(f"the plan of the worker at {address}")
                 if self._ask_at(address, Inquiry()) is not None:
                     heard = time.monotonic()
+                elif self._patience(instance) < time.monotonic() - heard:
+                    self._suspects.add(instance)
+                    return None
             return None
         except errors.WorkerLostError:
             return None
         finally:
             call.cancel()
-            with self._changed:
-                self._host = ""
+            self._host = ""
 
     def _patience(self, instance: str) -> float:
         """Return after how many seconds without an answer a member counts as silent."""
         with self._changed:
-            come = self._meeting.arrivals.values()
-            told = any(instance in each.suspects for each in come)
-        suspected = told or instance in self._suspects
+            told = {name for each in self._meeting.arrivals.values() for name in each.suspects}
+        suspected = instance in self._suspects | told
         return min(_SUSPECT_SECONDS, self._silence) if suspected else self._silence
-
-    # The coordinator.
 
     def _lead(self, arrival: Arrival, deadline: float) -> RosterPlan | None:
         """Return the plan, or None if a lower rank answers, and this process goes there."""
         stop, waiting, pause, asked = threading.Event(), WaitReport(self._task), 0.001, set[str]()
         with self._changed:
             self._hinted = False
-            self._meeting.arrive(arrival)
             self._meeting.silent.clear()
-            led, self._begun = time.monotonic(), self._begun or time.monotonic()
+            come, led = self._meeting.arrivals, time.monotonic()
+            since = [at for name, (*_, at) in self._peers.items() if not come[name].report.newcomer]
+            self._begun = min([led, *since])
+            self._meeting.arrive(arrival)
             try:
                 while not self._closing.is_set():
                     decision = self._decide()
@@ -404,11 +378,9 @@ class Meetings:
                         return decision
                     if self._hinted or self._runs:
                         return None
-                    now = time.monotonic()
-                    if now >= min(deadline, self._begun + self._timeout):
+                    if (now := time.monotonic()) >= min(deadline, self._begun + self._timeout):
                         error = self._late(decision)
-                        for name in list(self._peers):
-                            self._send(name, Redirection(_LATE, str(error)))
+                        self._dismiss(Redirection(_LATE, str(error)))
                         raise error
                     waiting.tell(decision)
                     if now >= led + _ALONE_SECONDS:
@@ -418,7 +390,7 @@ class Meetings:
                 return None
             finally:
                 stop.set()
-                self._begun = None
+                self._begun = 0.0
                 self._meeting.depart(self.member.instance)
 
     def _decide(self) -> RosterPlan | str:
@@ -430,7 +402,7 @@ class Meetings:
             if outsider.member.instance == self.member.instance:
                 raise NotAMember(_outside(outsider).why)
             self._send(outsider.member.instance, _outside(outsider))
-        waited = time.monotonic() - (self._begun or 0.0)
+        waited = time.monotonic() - self._begun
         decision = meeting.decide(waited, self._admits, secrets.token_hex(8))
         if isinstance(decision, RosterPlan):
             for name in decision.roster.instances:
@@ -439,11 +411,11 @@ class Meetings:
 
     def _ask_absent(self, arrival: Arrival, asked: set[str], stop: threading.Event) -> None:
         """Start to ask each absent member whether it is there."""
-        absent = {each.instance: each for each in [*self._meeting.absent, *self._meeting.doubtful]}
         below = {each.instance for each in self._below(arrival)}
-        for name in absent.keys() - asked:
-            self._run(self._ask_often, absent[name], name in below, stop)
-        asked.update(absent)
+        for member in [*self._meeting.absent, *self._meeting.doubtful]:
+            if member.instance not in asked:
+                asked.add(member.instance)
+                self._run(self._ask_often, member, member.instance in below, stop)
 
     def _ask_often(self, member: Member, below: bool, stop: threading.Event) -> None:
         """Find out whether a member answers or has ended, until the meeting ends."""
@@ -462,29 +434,28 @@ class Meetings:
                 self._changed.notify_all()
 
     def _seek(self, member: Member) -> bool:
-        """Return whether a member answers; record if its address proves that it has ended."""
-        status = self._ask_at(member.address, Inquiry())
+        """Return whether a member answers; record what that proves of it, and of this process."""
+        status, last = self._ask_at(member.address, Inquiry()), self._rosters[-1:]
         if status is None:
             ended = member.machine != self.member.machine and _refuses(member.address)
         else:
             ended = status.instance != member.instance or not status.number
+            later = any(roster.number < status.number for roster in last)
+            self._runs |= later and self.member.instance not in status.members
         if ended:
             self._lose(member.instance)
         return status is not None
 
-    def _watch(self, plan: RosterPlan, formed: threading.Event) -> None:
-        """Record which members on other machines end before their group has formed."""
-        away = [each for each in plan.roster.members if each.machine != self.member.machine]
-        while away and not formed.wait(_WATCH_SECONDS):
-            for member in away:
+    def _watch(self, members: Sequence[Member], formed: threading.Event) -> None:
+        """Find out which members on other machines end before their group has formed."""
+        while not formed.wait(_WATCH_SECONDS):
+            for member in members:
                 self._seek(member)
 
     def _look_again(self, stop: threading.Event) -> None:
         """Find out whether a job runs already, while this process waits for others to start."""
         while not stop.wait(_LOOK_SECONDS):
             self._runs |= self.look() is not None
-
-    # What both need.
 
     @contextlib.contextmanager
     def _arriving(
@@ -507,10 +478,8 @@ class Meetings:
             yield Arrival(self.member, report, *known, tuple(self._suspects)), listener
         except BaseException as error:
             listener.close()
-            if isinstance(error, NotAMember):  # It may come again as another member.
+            if isinstance(error, NotAMember):
                 self._forget()
-                new = secrets.token_hex(8)
-                self.member = msgspec.structs.replace(self.member, instance=new)
             raise
         finally:
             stop.set()
@@ -521,24 +490,19 @@ class Meetings:
             self._established, self._accepted = plan.established, (*plan.accepted, roster)
             self._formed.set()
             self._formed = threading.Event()
-        if any(each.machine != self.member.machine for each in roster.members):
-            self._run(self._watch, plan, self._formed)
+        away = [each for each in roster.members if each.machine != self.member.machine]
+        if away:
+            self._run(self._watch, away, self._formed)
         rank = roster.instances.index(self.member.instance)
-        info = ProcessInfo(
-            rank,
-            len(addresses),
-            addresses[0],
-            addresses[rank],
-            listener,
-            self._credentials,
-            addresses=addresses,
-            group=int(roster.id, 16) >> 1,  # Equal on all, and different in each plan.
-        )
+        place = rank, len(addresses), addresses[0], addresses[rank], listener, self._credentials
+        # The number of the group is equal on all, and different in each plan.
+        info = ProcessInfo(*place, addresses=addresses, group=int(roster.id, 16) >> 1)
         return Joined(plan, info)
 
     def _forget(self) -> None:
-        """Belong to no job any more."""
+        """Belong to no job any more; who comes again is another member."""
         self.roster, self._established, self._accepted = None, None, ()
+        self.member = msgspec.structs.replace(self.member, instance=secrets.token_hex(8))
 
     def _survey(self) -> tuple[JobStatus | None, bool]:
         """Return the status of a running job, if any, and whether somebody did not answer."""
@@ -558,16 +522,9 @@ class Meetings:
 
     def _ask_at(self, address: str, request: Record) -> JobStatus | None:
         try:
-            return self._client(address).call(request)  # type: ignore[no-any-return]
+            return self._clients[address].call(request)  # type: ignore[no-any-return]
         except errors.DistributeError:
             return None
-
-    def _client(self, address: str) -> Client:
-        if (client := self._clients.get(address)) is None:
-            kinds, options = JobStatus | RosterPlan | Redirection, {"timeout": _REACH_SECONDS}
-            who: Any = {"name": self._task, "purpose": _PURPOSE, "replies": kinds, **options}
-            client = Client(address, self._credentials, repeats=False, **who)
-        return self._clients.setdefault(address, client)
 
     def _run(self, work: Callable[..., None], *args: object) -> None:
         name = f"ndistribute meeting {self._task}"
@@ -577,8 +534,8 @@ class Meetings:
 
     def _is_gone(self, member: Member) -> bool:
         """Return True if a member has left, or its process on this machine has ended."""
-        here = bool(member.machine) and member.machine == self.member.machine
-        if here and _start_of(member.pid) != member.started:
+        here = member.machine == self.member.machine
+        if here and member.started and _start_of(member.pid) != member.started:
             self._lose(member.instance)
         return member.instance in self._meeting.gone
 
@@ -591,8 +548,12 @@ class Meetings:
         """Answer an arrival that waits here."""
         self._meeting.depart(instance)
         if instance in self._peers:
-            peer, call = self._peers.pop(instance)
+            peer, call, _ = self._peers.pop(instance)
             peer.send(reply, call)
+
+    def _dismiss(self, reply: Record) -> None:
+        for name in list(self._peers):
+            self._send(name, reply)
 
     def _late(self, missing: str) -> errors.CollectiveTimeoutError:
         what = f"{self._task} waited {self._timeout:g} s for {missing}."
@@ -601,12 +562,7 @@ class Meetings:
 
 
 def _outside(arrival: Arrival) -> Redirection:
-    return Redirection(_OUTSIDE, f"the job has gone on without {arrival.member.task}: it may join.")
-
-
-def _machine() -> str:
-    """Return a string that is equal for processes that see each other's numbers."""
-    return host_identity({}) if _start_of(os.getpid()) else ""
+    return Redirection(_OUTSIDE, f"the job goes on without {arrival.member.task}, which may join.")
 
 
 def _start_of(pid: int) -> int | None:

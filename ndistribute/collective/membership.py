@@ -54,9 +54,9 @@ class Member(Record, frozen=True, eq=True):
     instance: str  # Of this start of the process: its identity.
     address: str  # Where it listens from its start to its end.
     host: str = ""  # Equal where memory can be shared.
-    machine: str = ""  # Equal where process numbers mean the same processes; empty if unknown.
+    machine: str = ""  # Equal where process numbers mean the same processes.
     pid: int = 0
-    started: int = 0  # The time in the kernel's clock, because numbers of processes return.
+    started: int = 0  # In the kernel's clock, because numbers of processes return; 0 if unknown.
 
 
 class Doubt(Record, frozen=True, eq=True):
@@ -128,6 +128,29 @@ class RosterPlan(Record, frozen=True):
     def addresses(self) -> list[str]:
         """Return the addresses of the new group, in rank order."""
         return [report.group_address for report in self.reports]
+
+
+class JobStatus(Record, frozen=True):
+    """What a process says about the job that it belongs to; the number is 0 if it is in none."""
+
+    instance: str
+    number: int = 0
+    loop: int = 0
+    address: str = ""  # Where newcomers wait.
+    members: tuple[str, ...] = ()  # Instances that belong to it, or may belong to it.
+
+
+class Inquiry(Record, frozen=True):
+    """The question for the `JobStatus`, or the good-bye of a member."""
+
+    leaving: str = ""  # The instance of the member.
+
+
+class Redirection(Record, frozen=True):
+    """Why an arrival gets no plan: a word that both ends know, and the reason."""
+
+    kind: str
+    why: str = ""
 
 
 def may_go_on(roster: Roster, present: Collection[str], gone: Collection[str]) -> bool:
@@ -255,13 +278,13 @@ class RosterMeeting:
         if late := [each for each in absent if each.instance not in self.silent]:
             return _named(late)
         rosters, here, before = self.rosters, self.arrivals.keys(), self.established
-        if before is not None and not any(name in here for name in before.instances):
-            return "the workers that had the state of the job, which have all ended"
         if not all(may_go_on(roster, here, self.gone) for roster in rosters):
             if absent:
                 why = "which does not answer, and may go on elsewhere with others of the job"
                 return f"{_named(absent)}, {why}"
             return "workers that were cut off, and may have gone on since their witnesses ended"
+        if before is not None and not any(name in here for name in before.instances):
+            return "the workers that had the state of the job, which have all ended"
         staying = [self.arrivals[name] for name in self.members if name in here]
         members = [each.report for each in staying if not each.report.newcomer]
         last = max((report.unit for report in members), default=0)

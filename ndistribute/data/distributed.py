@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -68,7 +67,7 @@ def distribute(
         )
     can_agree = topology.workers is not None
     sharding = choose_sharding(node, chosen.auto_shard_policy, topology.num_workers, can_agree)
-    return DistributedDataset(Pipelines(lambda *_: node), topology, sharding, chosen)
+    return DistributedDataset(Pipelines(lambda *_: node, topology), topology, sharding, chosen)
 
 
 def distribute_from_function(
@@ -108,9 +107,9 @@ def distribute_from_function(
         nodes = tuple(as_dataset(fn(context))._node for context in contexts)
         return in_rounds(nodes) if per_replica else nodes[0]
 
-    pipelines = Pipelines(make)
-    node = pipelines.of(topology.worker_index, topology.replica_counts)
-    return DistributedDataset(pipelines, topology, Sharding.FUNCTION, options or _options_of(node))
+    pipelines = Pipelines(make, topology)
+    chosen = options or _options_of(pipelines.first)
+    return DistributedDataset(pipelines, topology, Sharding.FUNCTION, chosen)
 
 
 class Pipelines:
@@ -118,11 +117,13 @@ class Pipelines:
 
     Args:
         make: returns the pipeline of a worker among workers with these numbers of replicas.
+        topology: determines the first pipeline.
     """
 
-    def __init__(self, make: Callable[[int, tuple[int, ...]], Node]) -> None:
+    def __init__(self, make: Callable[[int, tuple[int, ...]], Node], topology: Topology) -> None:
         # Workers that came later may read what others began, so several divisions are in use.
         self.of = functools.lru_cache(maxsize=16)(make)
+        self.first = self.of(topology.worker_index, topology.replica_counts)
         self.epochs = 0  # Those that were begun, as far as their shuffles need to know.
 
 
@@ -165,12 +166,13 @@ class DistributedDataset:
         also takes part in further steps of other workers, with empty batches.
         """
         known = self._node.spec.cardinality
-        if known < 0 or self._sharding is Sharding.FILE:
-            return known if known < 0 else pipeline.UNKNOWN_CARDINALITY
-        if self._sharding is Sharding.FUNCTION:
-            return -(-known // len(self._topology.devices))
-        share = Fraction(len(self._topology.devices), self._topology.num_replicas)
-        return math.ceil(known / self._scale / (1 if self._sharding is Sharding.DATA else share))
+        if known < 0:
+            return known
+        by_function, devices = self._sharding is Sharding.FUNCTION, len(self._topology.devices)
+        if self._sharding is Sharding.FILE or (self._scale != 1 and not by_function):
+            return pipeline.UNKNOWN_CARDINALITY
+        pieces = {Sharding.DATA: devices, Sharding.OFF: self._topology.num_replicas}
+        return -(-known * pieces.get(self._sharding, 1) // devices)
 
     def __repr__(self) -> str:
         """Return the pipeline, the known properties of its elements, and this worker's devices.
@@ -191,7 +193,7 @@ class DistributedDataset:
         ...     strategy.distribute_dataset(nd.Dataset.range(9).batch(4)).element_spec
         PerReplicaSpec(int64[None], int64[None])
         """
-        return _spec_of_steps(self._node, self._sharding, self._topology)
+        return _spec_of_steps(self, self._sharding)
 
     def divided_among(self, topology: Topology, scale: Fraction | float = 1) -> DistributedDataset:
         """Return the same input for other replicas, of these workers or of others.
@@ -240,19 +242,20 @@ class PerReplicaSpec:
         return f"PerReplicaSpec({', '.join(map(repr, self.value_specs))})"
 
 
-def _spec_of_steps(node: Node, sharding: Sharding, topology: Topology) -> Any:
+def _spec_of_steps(dataset: DistributedDataset, sharding: Sharding) -> Any:
     """Return the spec of this worker's steps of a pipeline that is divided among all replicas.
 
     A part of a batch has a known length if all batches, and so all parts, have the same.
     """
+    topology, whole_batches = dataset._topology, dataset._scale == 1
 
     def part(leaf: LeafSpec) -> PerReplicaSpec:
         if sharding is not Sharding.FUNCTION and leaf.shape:
             whole, rest = divmod(leaf.shape[0] or 0, topology.num_replicas)
-            leaf = leaf.row().led_by(whole if whole and not rest else None)
+            leaf = leaf.row().led_by(whole if whole and not rest and whole_batches else None)
         return PerReplicaSpec(*[leaf] * len(topology.devices))
 
-    return tree.map_leaves(part, node.element_like)
+    return tree.map_leaves(part, dataset._node.element_like)
 
 
 class DistributedIterator(TensorFlowIterator):
@@ -288,13 +291,12 @@ class DistributedIterator(TensorFlowIterator):
 
     def _begun(self) -> Progress:
         """Return the progress in the epoch, which begins here unless a state was loaded before."""
-        if self._progress is None:
+        if (progress := self._progress) is None:
             dataset, topology = self._dataset, self._topology
             node, least = dataset._node, dataset._pipelines.epochs if dataset._anew else 0
             epoch, progress = begin(node, topology, dataset._sharding, least)
             self._read(progress, {progress.shards_of(topology)[0]: (node, epoch)})
-            return progress
-        return self._progress
+        return progress
 
     @property
     def _nodes(self) -> list[Node]:
@@ -334,16 +336,15 @@ class DistributedIterator(TensorFlowIterator):
             self.close()
             self._failed = not isinstance(error, StopIteration)
             raise
-        positions = self._begun().positions
         for shard, position in step.reached.items():
-            positions[shard] = position
+            self._begun().positions[shard] = position
         self._loader_state = step.loader_state
         return step.value
 
     @property
     def element_spec(self) -> Any:
         """What each step has; see `DistributedDataset`."""
-        return _spec_of_steps(self._dataset._node, self._begun().sharding, self._topology)
+        return _spec_of_steps(self._dataset, self._begun().sharding)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the consumer, as plain values.
@@ -360,8 +361,7 @@ class DistributedIterator(TensorFlowIterator):
         pipeline.check_resumable(self._nodes, self._loader, "state_dict")
         state = progress.state_dict()
         if self._loader is not None:
-            (shard,) = self._readings
-            if progress.positions[shard].rows:
+            if progress.positions[next(iter(self._readings))].rows:
                 raise ValueError(
                     "state_dict: some parts of the loader's current batch are not consumed yet. "
                     f"Take the state after all {self._topology.num_replicas} parts of a batch."
@@ -374,22 +374,25 @@ class DistributedIterator(TensorFlowIterator):
         return state
 
     def mark(self) -> Any:
-        """Return the position of the consumer for `state_at`.
+        """Return the position of the consumer for `state_at`; None if no epoch has begun.
 
         It takes less than a microsecond; for a loader with a state it copies that state.
         """
-        progress = self._begun()
-        loader = None if self._loader is None else copy.deepcopy(self.state_dict()["loader"])
-        return progress, tuple(progress.positions), loader
+        if self._progress is None:
+            return None
+        state = {} if self._loader is None else copy.deepcopy(self.state_dict())
+        return self._progress, tuple(self._progress.positions), state
 
-    def state_at(self, mark: Any) -> dict[str, Any]:
+    def state_at(self, mark: Any) -> dict[str, Any] | None:
         """Return what `state_dict` would have returned when `mark` was called.
 
-        It also tells after an error, when this iterator is over.
+        It also tells after an error, when this iterator is over. If no epoch had begun, it returns
+        None.
         """
-        progress, positions, loader = mark
-        state = replace(progress, positions=list(positions)).state_dict()
-        return state if loader is None else {**state, "loader": loader}
+        if mark is None:
+            return None
+        progress, positions, state = mark
+        return {**state, **replace(progress, positions=list(positions)).state_dict()}
 
     def check_can_go_back(self, scaled: bool = False) -> None:
         """Raise an error if other workers could not continue this input at every step.
@@ -402,8 +405,8 @@ class DistributedIterator(TensorFlowIterator):
                 worker that has it; or too few workers were there to see that files cannot be
                 divided. It says what to do.
         """
-        self._begun()
-        pipeline.check_resumable(self._nodes, self._loader, "an elastic loop")
+        loader = loader_of(self._dataset._pipelines.first)
+        pipeline.check_resumable((self._dataset._pipelines.first,), loader, "an elastic loop")
         # Others may come, also if there are none yet.
         sharding = self._dataset._sharding_for(max(2, self._topology.num_workers), True)
         why = "continues after whole batches only: use batch='constant'." if scaled else ""
@@ -412,8 +415,8 @@ class DistributedIterator(TensorFlowIterator):
                 "is another one on each worker, and its position is lost with the worker: pass an "
                 "equal one on each to distribute_dataset, with AutoShardPolicy.DATA, or a Dataset."
             )
-        if why and self._loader is not None:
-            raise ValueError(f"an elastic loop: the {type(self._loader).__name__} {why}")
+        if why and loader is not None:
+            raise ValueError(f"an elastic loop: the {type(loader).__name__} {why}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of an iterator over an equal pipeline, with its remaining rows.
@@ -429,7 +432,7 @@ class DistributedIterator(TensorFlowIterator):
                 anew, or the input is a loader without a `load_state_dict`.
         """
         dataset, topology = self._dataset, self._topology
-        progress = Progress.of_state(state, topology.replica_counts)
+        progress = Progress.of_state(state)
         by_function = dataset._sharding is Sharding.FUNCTION
         counts = progress.replica_counts if by_function else topology.replica_counts
         shards = progress.shards_of(topology)

@@ -103,25 +103,18 @@ class Progress:
         }
 
     @classmethod
-    def of_state(cls, state: Mapping[str, Any], replica_counts: tuple[int, ...]) -> Progress:
-        """Return the progress in a state of `state_dict`; earlier versions saved no counts."""
-        if not {"sharding", "files", "shards"} <= state.keys():
+    def of_state(cls, state: Mapping[str, Any]) -> Progress:
+        """Return the progress in a state of `state_dict`."""
+        if not {"sharding", "files", "replica_counts", "shards"} <= state.keys():
             raise ValueError(
-                "load_state_dict needs what state_dict returned, with 'sharding', 'files' and "
-                f"'shards'; got {sorted(state)}."
+                "load_state_dict needs what state_dict returned, with 'sharding', 'files', "
+                f"'replica_counts' and 'shards'; got {sorted(state)}."
             )
         shards = state["shards"]
         seeds = [[ShuffleSeed(int(e), int(i)) for e, i in shard["shuffles"]] for shard in shards]
         positions = [Position(*(int(shard[name]) for name in Position._fields)) for shard in shards]
-        counts = tuple(map(int, state.get("replica_counts", replica_counts)))
-        sharding, files = Sharding(state["sharding"]), int(state["files"])
-        if sharding is Sharding.FUNCTION and len(counts) != len(shards):
-            raise ValueError(
-                f"load_state_dict: an earlier version saved the state, of {len(shards)} worker(s), "
-                f"each with the dataset of its function, but there are {len(counts)} now. Continue "
-                f"with {len(shards)}, or begin the epoch anew."
-            )
-        return cls(sharding, files, counts, seeds, positions)
+        counts = tuple(map(int, state["replica_counts"]))
+        return cls(Sharding(state["sharding"]), int(state["files"]), counts, seeds, positions)
 
     def check_fits(self, sharding: Sharding, nodes: Mapping[int, Node]) -> None:
         """Raise a ValueError if this is not the progress of an input.
@@ -175,7 +168,7 @@ def _cut(topology: Topology, readings: Readings, scale: Fraction) -> Iterator[Pi
     compares = topology.num_workers > 1
     for shard, reading in readings.items():
         loads = any(step.loader is not None for step in upstream(reading.node))
-        for after, batch in _taken_from(reading, scale):
+        for number, (after, batch) in enumerate(_taken_from(reading, scale)):
             leaves = tree.flatten(batch)
             length = leading_length(leaves, "distribute_dataset", BATCH_IT)
             pieces = replica_slices(length, topology.replica_counts, topology.worker_index)
@@ -183,8 +176,7 @@ def _cut(topology: Topology, readings: Readings, scale: Fraction) -> Iterator[Pi
             # On the CPU these are views.
             parts = [PerReplica([copy_to(leaf[rows], at) for rows, at in pairs]) for leaf in leaves]
             value = tree.unflatten(batch, parts)
-            first = _note_of(leaves, digest=loads) if compares else None
-            compares = False
+            first = _note_of(leaves, digest=loads) if compares and not number else None
             yield PipelineStep(value, {shard: after}, length, first)
 
 

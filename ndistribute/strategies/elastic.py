@@ -29,7 +29,7 @@ from ndistribute.collective.communicator import (
     Communicator,
 )
 from ndistribute.collective.meeting import JobOver, Joined, LoopOver, Meetings, NotAMember
-from ndistribute.collective.membership import Elastic, RosterPlan, WorkerReport
+from ndistribute.collective.membership import Elastic, Roster, WorkerReport
 from ndistribute.collective.objects import all_gather_object
 from ndistribute.collective.select import join_members
 from ndistribute.collective.workers import Workers
@@ -120,7 +120,7 @@ class ElasticSession:
         self.changes = 0  # The number of changes of members that this worker has taken part in.
         self.workers: Workers | None = None  # The others; None: there are none.
         self.loop = 0  # The number of loops that were begun.
-        self.input: ElasticIterator | None = None  # The one in use: of a loop, or of a part of it.
+        self._input: Callable[[], ElasticIterator | None] = lambda: None
         self.inputs = 0  # How often another one came into use, alike on all members.
         self.at_batch = False  # Whether the next unit is the first one with a batch of the loop.
         self.share: Callable[[], Any] = lambda: None  # What the loop gives to newcomers,
@@ -140,7 +140,8 @@ class ElasticSession:
                 with contextlib.suppress(WorkerLostError):  # A lost member: meet again.
                     self._form(joined)
                     self._meetings.establish(joined.plan)
-            self._first_size = 0 if self.is_newcomer else self.size
+        except NotAMember:  # A job runs, and was not seen at first.
+            self.is_newcomer = True
         except BaseException:
             self.close()
             raise
@@ -148,13 +149,15 @@ class ElasticSession:
     def attach(self, strategy: Any) -> None:
         """Set the strategy whose replicas work in this session; listen to a preemption notice."""
         self._strategy = weakref.ref(strategy)
+        self._first_size = 0 if self.is_newcomer else self.size
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._on_notice)
 
     def close(self) -> None:
         """Leave the job, and free all resources."""
-        if signal.getsignal(signal.SIGTERM) == self._on_notice:
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and signal.getsignal(signal.SIGTERM) == self._on_notice:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with contextlib.ExitStack() as each:
             each.callback(self._meetings.close)
@@ -196,7 +199,10 @@ class ElasticSession:
         """Return a nest whose arrays are concatenated over workers, in rank order."""
 
         def gather() -> Any:
-            return value if self.workers is None else self.workers.all_gather(value, axis)
+            if self.workers is None:
+                return value
+            self.workers.users_call = self.users_call
+            return self.workers.all_gather(value, axis)
 
         return self.attempt(gather)
 
@@ -224,10 +230,17 @@ class ElasticSession:
         self.loop += 1
         self._owner = weakref.ref(owner)
 
+    @property
+    def input(self) -> ElasticIterator | None:
+        """The iterator in use, of a loop or of a part of it, unless the loop was left."""
+        return self._input()
+
     def use(self, iterator: ElasticIterator) -> None:
         """Make an iterator the input in use."""
-        self.inputs += self.input is not iterator
-        self.input, self.at_batch = iterator, False
+        if self.input is not iterator:
+            self._input = weakref.ref(iterator)
+            self.inputs += 1
+        self.at_batch = False
 
     def join(self) -> bool:
         """Join the loop as a newcomer, and let others do so; return False if it has ended."""
@@ -236,6 +249,7 @@ class ElasticSession:
                 self._change(prepared=False)
             except LoopOver:
                 _log.warning("loop %d ended before this worker came, and is skipped", self.loop)
+                self.end_loop()
                 return False
             except JobOver:
                 _log.info("the job has ended before this worker joined")
@@ -371,30 +385,32 @@ class ElasticSession:
                     self.changes += 1
                     if outcome.commits[rank]:
                         complete, clean, self._unit = True, True, self._unit + 1
+                        self.state.end()
                         self.at_batch = False
                     else:
                         self.state.take_back()
                         clean = clean or not outcome.lacks[rank]
                     prepared = False
                     self._synchronise(reports, outcome)
+                    self._tell(joined.plan.roster, time.monotonic() - begun)
                     self._meetings.establish(joined.plan)
                 break
             except WorkerLostError as error:  # Of a member of the new group.
                 _log.info("the new group of workers failed (%s): they meet again", error)
                 suspects = self._leave_group()
         self.is_newcomer = False
-        self._tell(joined.plan, time.monotonic() - begun)
         return complete
 
     def _meet(self, prepared: bool, clean: bool, suspects: Sequence[int]) -> Joined:
+        iterator = self.input
         report = WorkerReport(
             unit=self._unit,
             prepared=prepared,
             clean=clean,
             kept=self.state.keeps_all,
             loop=self.loop,
-            input=self.inputs,
-            batch=0 if self.input is None else self.input.wanted,
+            input=0 if iterator is None else self.inputs,
+            batch=0 if iterator is None else iterator.wanted,
             admits=self._admits and self.at_batch and (clean or self.state.keeps_all),
             newcomer=self.is_newcomer,
         )
@@ -426,8 +442,8 @@ class ElasticSession:
         if workers is None:
             return []
         workers.held.close()
-        name = "ndistribute farewell"
-        thread = threading.Thread(target=workers.peers.close, name=name, daemon=True)
+        # On a thread of the package's name, `close` would start another one.
+        thread = threading.Thread(target=workers.peers.close, name="elastic farewell", daemon=True)
         thread.start()
         self._closing = [each for each in self._closing if each.is_alive()] + [thread]
         return sorted(workers.peers.lost)
@@ -437,7 +453,7 @@ class ElasticSession:
         rank, members = self.rank, [report for report in reports if not report.newcomer]
         number = min(report.batch for report in members)
         # Whoever uses another input than others has not begun it; all open theirs anew in turn.
-        is_cut = len({report.input for report in members}) == 1 and self.input is not None
+        iterator = self.input if len({report.input for report in members}) == 1 else None
         mine: dict[str, Any] = {}
         if rank == outcome.source:
             seed: Any = context.current_seed()
@@ -448,8 +464,8 @@ class ElasticSession:
         if outcome.uncounted:
             _log.warning("metrics lack what lost workers counted in unit %d", self._unit)
             mine["growth"] = self.state.growth(rank)
-        if is_cut and reports[rank].batch == number:
-            mine["input"] = self.input.state()  # type: ignore[union-attr]
+        if iterator is not None and reports[rank].batch == number:
+            mine["input"] = iterator.state()
         everyone = [mine] if self.workers is None else all_gather_object(self.workers, mine)
         source = everyone[outcome.source]
         if self.workers is not None and any(outcome.lacks):
@@ -465,9 +481,9 @@ class ElasticSession:
             self._first_size = source["first_size"]
             context.restore_seed(int(source["seed"][0]), source["seed"][1])
             self.take(source["shared"])
-        if is_cut:
+        if iterator is not None:
             states = [each["input"] for each in everyone if each.get("input") is not None]
-            self.input.cut_anew(number, states[0] if states else None)  # type: ignore[union-attr]
+            iterator.cut_anew(number, states[0] if states else None)
         if self.workers is not None:
             self.workers.peers.exchange("synchronised", b"", self._options.timeout)
 
@@ -479,10 +495,17 @@ class ElasticSession:
         with self.workers.meeting("the state of a worker") as communicator:  # type: ignore[union-attr]
             return communicator.broadcast(values, source)  # type: ignore[no-any-return]
 
-    def _tell(self, plan: RosterPlan, seconds: float) -> None:
-        tasks = ", ".join(member.task for member in plan.roster.members)
-        text = "membership %d after %.0f ms: %s"
-        _log.warning(text, plan.roster.number, seconds * 1e3, tasks)
+    def _tell(self, roster: Roster, seconds: float) -> None:
+        """Log who has come and gone, and how long the change took; a warning on the chief."""
+        before = () if self._meetings.roster is None else self._meetings.roster.members
+        lost = ", ".join(member.task for member in before if member not in roster.members)
+        come = ", ".join(member.task for member in roster.members if member not in before)
+        parts = [f"lost {lost}"] if lost else []
+        parts += [f"{come} joined"] if come and before else []
+        what = f"{'; '.join(parts) or 'joined'}: {len(roster.members)} workers go on"
+        level = logging.INFO if self.rank else logging.WARNING
+        text = "membership %d: %s after %.0f ms"
+        _log.log(level, text, roster.number, what, seconds * 1e3)
 
 
 def code_of(function: Any) -> Hashable:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ndistribute.data import Dataset, InputOptions
+from ndistribute.data.pipeline import UNKNOWN_CARDINALITY
 from tests.data.test_loaders import Loader, Stateful
 from tests.data.test_workers import number_files
 from tests.data.workers import (
@@ -68,9 +69,11 @@ class Job:
         if self.over:
             self.used.append(Counter())
             self.pipelines.append(len(self.counts))
+        elif self.state is None:  # Nobody has begun.
+            self.pipelines[-1] = len(self.counts)
         shares, overs, states = zip(*raised(on_workers(len(self.counts), work)), strict=True)
         assert len(set(states)) == len(set(overs)) == 1
-        self.over, self.state = overs[0], states[0]
+        self.over, self.state = overs[0], None if states[0] == "null" else states[0]
         steps = [[row for part in step for row in part] for step in zip(*shares, strict=True)]
         self.steps += steps
         self.used[-1].update(row for step in steps for row in step)
@@ -244,6 +247,9 @@ def test_a_step_has_a_constant_number_of_rows_or_as_many_as_its_workers_are_wort
     assert rows_of_steps(build, "constant", lost) == [12] * 8 + [4]
     assert rows_of_steps(build, "scaled", lost) == [12] * 2 + [9] * 8 + [4]
     assert rows_of_steps(build, "scaled", joined) == [12] * 2 + [15] * 5 + [1]
+    scaled = distribute(build(), cpus(2)).divided_among(place_of(cpus(1)), 0.5)
+    assert (scaled.cardinality(), len(list(scaled))) == (UNKNOWN_CARDINALITY, 17)
+    assert repr(scaled.element_spec) == "PerReplicaSpec(int64[None])"
     # The rest of a batch that was begun comes alone, then whole batches again.
     back = [(2, False, 0, []), (1, False, None, [1])]
     assert rows_of_steps(build, "scaled", back) == [12, 12, 9, 3] + [12] * 5 + [4]

@@ -1,7 +1,9 @@
 """What the processes of `tests/collective/test_meeting.py` do, each in meetings of its own."""
 
 import os
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from ndistribute.collective.control_plane import ControlPlane
@@ -58,8 +60,8 @@ def part(rank: int, size: int) -> None:
     """Close the group."""
     if "plane" in _here:
         _here.pop("plane").close()
-    elif "joined" in _here:
-        _here["joined"].info.listener.close()
+    if "joined" in _here:
+        _here.pop("joined").info.listener.close()
 
 
 def waits(rank: int, size: int) -> bool:
@@ -70,6 +72,32 @@ def waits(rank: int, size: int) -> bool:
     return bool(_here["meetings"].newcomers_wait)
 
 
+def room(rank: int, size: int) -> bool:
+    """Return whether newcomers wait for whom there is room."""
+    return bool(_here["meetings"].newcomers_wait)
+
+
+def still_there(rank: int, size: int) -> None:
+    """Raise an error if a member of the last plan has ended."""
+    _here["meetings"].check(_here["joined"].plan)
+
+
+def gathered(rank: int, size: int, count: int) -> int:
+    """Return once so many workers wait here, or after a while, how many wait."""
+    deadline = time.monotonic() + 10.0
+    while len(_here["meetings"]._peers) < count and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return len(_here["meetings"]._peers)
+
+
+def sockets(rank: int, size: int) -> int:
+    """Return how many sockets listen in this process."""
+    files = [f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd")]
+    links = {os.readlink(each) for each in files if os.path.islink(each)}
+    rows = Path("/proc/self/net/tcp").read_text().splitlines()[1:]
+    return sum(row.split()[3] == "0A" and f"socket:[{row.split()[9]}]" in links for row in rows)
+
+
 def leave(rank: int, size: int) -> None:
     """Say good-bye."""
     _here["meetings"].leave()
@@ -77,8 +105,6 @@ def leave(rank: int, size: int) -> None:
 
 def end(rank: int, size: int) -> int:
     """Close all; return how many threads are left."""
-    import threading
-
     part(rank, size)
     _here.pop("meetings").close()
     _here.clear()

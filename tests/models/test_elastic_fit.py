@@ -67,12 +67,11 @@ def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
         assert result[name] == expected[name]
     for name in ("logs", "weights", "scores", "outputs"):
         if name in expected:
-            for mine, theirs in zip(*(_leaves(each[name]) for each in (result, expected))):
-                np.testing.assert_allclose(mine, theirs, atol=1e-5, err_msg=name)
+            nd.tree.map_leaves(_assert_close, result[name], expected[name])
 
 
-def _leaves(nest: Any) -> list[Any]:
-    return list(nest.values()) if isinstance(nest, dict) else list(nest)
+def _assert_close(mine: Any, theirs: Any) -> None:
+    np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +126,8 @@ def test_a_worker_that_comes_in_the_last_step_of_fit_joins_in_evaluate(job, tmp_
         begun.start(index, ends=["train", 8] if index == 0 else None)
     begun.start_again(0, tmp_path / "waits")
     late, expected = begun.result(0), undisturbed("fit")
-    assert late["epochs"] == [] and late["weights"] == begun.result(1)["weights"]
+    assert late["epochs"] == []
+    assert late["weights"] == begun.result(1)["weights"]
     assert_same(begun.result(1), expected)
 
 
@@ -166,4 +166,4 @@ def test_a_backup_covers_the_loss_of_all(job, tmp_path):
     expected = undisturbed("fit")
     for result in map(begun.result, range(3)):
         np.testing.assert_allclose(result["outputs"], expected["outputs"], atol=1e-5)
-        assert result["epochs"] == [1, 2] and result["steps"] == expected["steps"]
+        assert (result["epochs"], result["steps"]) == ([1, 2], expected["steps"])
