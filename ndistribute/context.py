@@ -29,6 +29,7 @@ class StrategyLike(Protocol):
     is_default: bool
     serial: int
     running_on: int | None
+    session: Any
 
     replica_contexts: tuple[ReplicaContext, ...]
 

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from ndistribute.data.sources import has_state
-from ndistribute.optimizers import Optimizer
+from ndistribute.optimizers import GradientAccumulation, LossScale, Optimizer
 
 
 def is_outside(strategy: Any) -> bool:
@@ -47,6 +47,7 @@ def training_loop(model: Any, batches: Any) -> Iterator[bool]:
         yield True
         return
     with sharing(session, partial(_shared, model), partial(_take, model)):
+        _check_sums(model)
         session.begin_loop(position)
         try:
             batches.admits = True
@@ -55,6 +56,16 @@ def training_loop(model: Any, batches: Any) -> Iterator[bool]:
             yield session.join()
         finally:
             session.end_loop()
+
+
+def _check_sums(model: Any) -> None:
+    for part in _parts(model):
+        if isinstance(part, LossScale) and isinstance(part.inner, GradientAccumulation):
+            raise ValueError(
+                "LossScale(GradientAccumulation(...)): each replica has the sums of all, which do "
+                "not fit another number of workers. With elastic workers, leave out one of them: "
+                "float16 layers need LossScale, so pass a larger batch_size instead."
+            )
 
 
 def _parts(model: Any) -> list[Any]:

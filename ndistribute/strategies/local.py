@@ -11,6 +11,7 @@ from ndistribute.collective.communicator import CommunicationOptions
 from ndistribute.collective.membership import Elastic
 from ndistribute.collective.select import CrossDeviceOps, join_workers, make_group
 from ndistribute.collective.workers import ReplicaGroup, Workers
+from ndistribute.context import current_frame
 from ndistribute.data import Topology
 from ndistribute.devices import Array, Device, resolve_devices
 from ndistribute.strategies.base import Strategy
@@ -258,7 +259,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def note_write(self, variable: Variable, write: Write) -> None:
         """Take notice of a write outside of replicas to a variable with components."""
-        if self.session is not None:
+        if self.session is not None and current_frame().replica is None:  # Not of a lone one.
             self.session.state.note_write(variable, write)
 
     def regroup(self, workers: Workers | None, changes: int) -> None:
