@@ -257,7 +257,8 @@ class Trainer(TrainingSteps):
 
     def _batches_for(self, made: list[Any], data: Any, steps: int | None) -> Iterator[Any]:
         """Yield batches for the rest of some steps; a newcomer gets what others made before."""
-        with sharing(self.strategy.session, lambda: made, made.extend):
+        take = functools.partial(made.__setitem__, slice(None))
+        with sharing(self.strategy.session, lambda: made, take):
             batches = iter(self._distributed(data, steps=steps))
             while len(made) != steps and (batch := next(batches, _END)) is not _END:
                 yield batch

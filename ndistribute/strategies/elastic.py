@@ -422,7 +422,11 @@ class ElasticSession:
             return self._meetings.join(report)
         try:
             return self._meetings.meet(report, suspects)
-        except NotAMember:
+        except NotAMember as error:
+            if not self.at_batch:  # The others may be anywhere else in the program.
+                error.add_note("This worker was stopped or cut off: start it again, and it joins.")
+                self.close()
+                raise
             _log.warning("the job has gone on without this worker, which joins anew")
             self.is_newcomer = True
             return self._meet(prepared=False, clean=False, suspects=[])
