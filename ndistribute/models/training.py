@@ -57,6 +57,9 @@ class Trainer(TrainingSteps):
     ) -> History:
         """Train the model, and return the metrics of each epoch.
 
+        Where workers come and go, a newcomer joins in the running step, unless the others have
+        ended the training: its history is empty then.
+
         Args:
             x: a nest of arrays, or a dataset of batches ``(x, y)`` or ``(x, y, sample_weight)`` of
                 the global batch size.
@@ -167,6 +170,8 @@ class Trainer(TrainingSteps):
     ) -> Any:
         """Return the loss and the metrics over data.
 
+        A newcomer that joins its job after this evaluation has counted nothing.
+
         Args:
             x: a nest of arrays, or a dataset as for `fit`.
             y: the labels, for arrays.
@@ -272,6 +277,8 @@ class Trainer(TrainingSteps):
         callbacks: Iterable[Callback] | Callback | None = None,
     ) -> Any:
         """Return the predictions for all examples, in their order, as arrays on the host.
+
+        A newcomer that joins its job after this prediction gets no rows.
 
         Args:
             x: a nest of arrays, or a dataset of batches ``x``, ``(x,)`` or ``(x, y)``.

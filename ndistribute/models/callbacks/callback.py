@@ -25,6 +25,10 @@ class Callback(Explaining):
     replicas; in the logs of a batch, those of the replicas of this process since the epoch began.
     Methods for a beginning get empty logs, and `on_train_end` those of the last epoch.
 
+    Where workers come and go, `on_train_begin` and the first `on_epoch_begin` of a newcomer must
+    not involve others, which are in a step; in between it gets the state of the others' callbacks
+    that have `state_dict` and `load_state_dict`.
+
     Attributes:
         model: the model that is fitted, evaluated or predicts.
         params: the arguments of `fit`: `epochs`, `steps` (None if unknown) and `verbose`.
