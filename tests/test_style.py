@@ -26,7 +26,7 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 BUDGETS = {
     "autodiff": 2842,
     "cluster": 663,
-    "collective": 4633,
+    "collective": 4637,
     "compat": 4010,
     "coordinator": 916,
     "data": 2725,
@@ -34,17 +34,17 @@ BUDGETS = {
     "graph": 4703,
     "jit": 1652,
     "launcher": 1478,
-    "models": 7175,
-    "optimizers": 1019,
+    "models": 7302,
+    "optimizers": 1029,
     "parameter_server": 1595,
-    "strategies": 2119,
+    "strategies": 2156,
     "task": 296,
-    "top level": 3058,
+    "top level": 3061,
     "transport": 1992,
     "variables": 1145,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 40801
+TESTS_BUDGET = 41071
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

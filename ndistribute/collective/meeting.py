@@ -199,8 +199,11 @@ class Meetings:
                         what = f"no worker of the job that {self._task} waits for answers any more"
                         raise errors.WorkerLostError(f"{what}: they were lost. Start it again.")
                     continue
-                if status.loop > report.loop:
+                if status.loop > report.loop + (not status.admits):
                     raise LoopOver(f"the job of {self._task} is past loop {report.loop}.")
+                if status.loop > report.loop:  # Another loop may begin, or the job end.
+                    in_order, since = True, time.monotonic()
+                    continue
                 reply = self._go_to(status.address, arrival, float("inf"))
                 since = time.monotonic()
                 if isinstance(reply, RosterPlan):
@@ -285,7 +288,7 @@ class Meetings:
         here = self.member.address if self._begun else last.members[0].address
         members = tuple(name for roster in self._rosters for name in roster.instances)
         name, place = self.member.instance, self._host or here
-        return JobStatus(name, last.number, self._loop, place, members)
+        return JobStatus(name, last.number, self._loop, self._admits, place, members)
 
     def _answer_to(self, arrival: Arrival) -> Redirection | None:
         """Return why an arrival cannot wait here, or None if it can."""

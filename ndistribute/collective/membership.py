@@ -137,6 +137,7 @@ class JobStatus(Record, frozen=True):
     instance: str
     number: int = 0  # Of its last roster; 0 without one, -1 if it has left.
     loop: int = 0
+    admits: bool = False  # Whether newcomers may join in it.
     address: str = ""  # Where newcomers wait.
     members: tuple[str, ...] = ()  # Instances that belong to it, or may belong to it.
 

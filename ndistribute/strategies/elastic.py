@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from fractions import Fraction
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -148,6 +149,7 @@ class ElasticSession:
     def attach(self, strategy: Any) -> None:
         """Set the strategy whose replicas work in this session; listen to a preemption notice."""
         self._strategy = weakref.ref(strategy)
+        self._first_size = 0 if self.is_newcomer else self.size
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._on_notice)
@@ -203,6 +205,12 @@ class ElasticSession:
             return self.workers.all_gather(value, axis)
 
         return self.attempt(gather)
+
+    @property
+    def batch_scale(self) -> Fraction:
+        """The size of a batch over that at the first start of the job."""
+        is_scaled = self.limits.batch == "scaled" and self._first_size
+        return Fraction(self.size, self._first_size) if is_scaled else Fraction(1)
 
     def topology(self) -> Topology:
         """Return the replicas of this worker and of all."""
@@ -414,7 +422,11 @@ class ElasticSession:
             return self._meetings.join(report)
         try:
             return self._meetings.meet(report, suspects)
-        except NotAMember:
+        except NotAMember as error:
+            if not self.at_batch:  # The others may be anywhere else in the program.
+                error.add_note("This worker was stopped or cut off: start it again, and it joins.")
+                self.close()
+                raise
             _log.warning("the job has gone on without this worker, which joins anew")
             self.is_newcomer = True
             return self._meet(prepared=False, clean=False, suspects=[])
@@ -456,6 +468,7 @@ class ElasticSession:
             mine = {"variables": self.state.described(), "sums": self.state.known_sums()}
             mine |= {"seed": [str(seed.entropy), seed.n_children_spawned]}
             mine |= {"shared": self.share(), "unit": self._unit, "inputs": self.inputs}
+            mine["first_size"] = self._first_size
         if outcome.uncounted:
             _log.warning("metrics lack what lost workers counted in unit %d", self._unit)
             mine["growth"] = self.state.growth(rank)
@@ -473,6 +486,7 @@ class ElasticSession:
         )
         if self.is_newcomer:
             self._unit, self.inputs = source["unit"], source["inputs"]
+            self._first_size = source["first_size"]
             context.restore_seed(int(source["seed"][0]), source["seed"][1])
             self.take(source["shared"])
         if iterator is not None:
