@@ -408,10 +408,23 @@ class ElasticSession:
             return self._meetings.join(report)
         try:
             return self._meetings.meet(report, suspects)
-        except NotAMember:
+        except NotAMember as error:
+            return self._join_anew(error)
+
+    def _join_anew(self, reason: NotAMember) -> Joined:
+        """Join as a newcomer, if this worker is where newcomers begin: at a batch of the loop."""
+        why = str(reason)
+        if self.at_batch:
             _log.warning("the job has gone on without this worker, which joins anew")
             self.is_newcomer = True
-            return self._meet(prepared=False, clean=False, suspects=[])
+            try:
+                return self._meet(prepared=False, clean=False, suspects=[])
+            except (LoopOver, JobOver) as error:
+                why = str(error)
+        raise NotAMember(
+            f"the job has gone on without this worker, which did not answer the others for some "
+            f"time: start it again, and it joins in the loop that runs then ({why})"
+        ) from reason
 
     def _form(self, joined: Joined) -> None:
         """Connect to the members of a plan."""

@@ -125,10 +125,13 @@ class ElasticIterator(TensorFlowIterator):
             self.number = number if self._in_body else number - 1
         self._mark = inner.mark()
         taken = next(inner, _END)
-        self._ended = taken is _END
-        if number < self.wanted:
+        if number < self.wanted:  # This worker has completed that batch.
             self._mark = inner.mark()
-        elif self._in_body:
+            if not self._in_body:
+                return
+            taken = next(inner, _END)
+        self._ended = taken is _END
+        if self._in_body:
             for leaf, cut in zip(tree.flatten(self.batch), tree.flatten(taken), strict=True):
                 leaf._values = cut.values  # The step's arguments contain these objects.
         else:

@@ -66,7 +66,7 @@ class Audience:
             error.add_note(f"What the workers said:\n{self.said()}")
         self._held.close()
 
-    def said(self) -> str:
+    def said(self, *tasks: str) -> str:
         """Return what the workers have written."""
         return ""
 
@@ -190,9 +190,9 @@ class Crew(Audience):
             process.wait()
         super().__exit__(kind, error, trace)
 
-    def said(self) -> str:
-        """Return what the workers have written."""
-        return self.tasks.said()
+    def said(self, *tasks: str) -> str:
+        """Return what the workers, or some such as ``worker:0``, have written."""
+        return self.tasks.said(*tasks)
 
     def environ_of(self, index: int, **options: Any) -> dict[str, str]:
         """Return what a worker has in its environment besides its cluster."""
@@ -319,6 +319,8 @@ WIRES: dict[str, dict[str, Any]] = {
     "ring": {"implementation": "ring"},
     "two groups": {"hosts": ("red", "blue")},
 }
+# What a worker says that comes after the end of the job.
+_LATE = "to start", "answers any more", "a coordinator that it can reach"
 MODES = ("one", "two at once", "all but one", "in a change", "and back")
 
 
@@ -392,7 +394,7 @@ def play(drama: Drama) -> tuple[list[str], list[float], int]:
         for index, code in codes.items():
             text = crew.reports[index][-1].get("text", "")
             # It came after the end of the job.
-            late = index in died and ("to start" in text or "answers any more" in text)
+            late = index in died and any(each in text for each in _LATE)
             if code not in ((0, -signal.SIGKILL) if index in died else (0,)) and not late:
                 wrong.append(f"worker {index} ended with {code}: {text}")
         wrong += crew.faults()
