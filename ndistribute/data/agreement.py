@@ -21,7 +21,7 @@ from ndistribute.data.options import AutoShardPolicy, Sharding, Topology
 from ndistribute.data.pipeline import Epoch, Node, facts, number_of_files, upstream
 from ndistribute.data.steps import COMPLETE_IT, PipelineStep, Position, Progress
 from ndistribute.devices import Device, copy_to
-from ndistribute.errors import DistributeError
+from ndistribute.errors import DistributeError, WorkerLostError
 from ndistribute.values import PerReplica
 
 # Instead of a shard's number: marks the row with the status of a worker.
@@ -112,7 +112,13 @@ def begin(node: Node, topology: Topology, sharding: Sharding, least: int) -> tup
     if topology.workers is not None:
         alike = sharding in (Sharding.DATA, Sharding.FILE)
         note = {"auto_shard_policy": sharding.value} | (facts(node) if alike else {})
-        notes = _notes_of_all(topology.workers, "the start of an epoch", {**note, "seeds": seeds})
+        try:
+            notes = _notes_of_all(
+                topology.workers, "the start of an epoch", {**note, "seeds": seeds}
+            )
+        except WorkerLostError:  # Those who remain begin it again, in the same order.
+            epoch.give_back()
+            raise
         of_workers = [theirs.pop("seeds") for theirs in notes]
         if alike:
             _check_alike("distribute_dataset", notes, _SEPARATELY)

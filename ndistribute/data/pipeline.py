@@ -112,6 +112,11 @@ class Epoch:
             counter.resume(seed)
         return cls(known)
 
+    def give_back(self) -> None:
+        """Let the next epoch have the seeds of this one, which did not begin."""
+        for counter, seed in self.seeds.items():
+            counter.resume(seed._replace(iteration=seed.iteration - 1))
+
     def generator(self, counter: SeedCounter, differs: bool = True) -> np.random.Generator:
         """Return the generator of a random node; the same in every epoch unless it `differs`."""
         seed = self.seeds[counter]
