@@ -119,7 +119,10 @@ class ElasticSession:
         self.changes = 0  # The number of changes of members that this worker has taken part in.
         self.workers: Workers | None = None  # The others; None: there are none.
         self.loop = 0  # The number of loops that were begun.
+<<<<<<< HEAD
+=======
         # The input in use, of a loop or of a part of it, while the loop holds it.
+>>>>>>> proof
         self._input: Callable[[], ElasticIterator | None] = lambda: None
         self.inputs = 0  # How often another one came into use, alike on all members.
         self.at_batch = False  # Whether the next unit is the first one with a batch of the loop.
@@ -223,8 +226,19 @@ class ElasticSession:
         self.loop += 1
         self._owner = weakref.ref(owner)
 
+    @property
+    def input(self) -> ElasticIterator | None:
+        """The iterator in use, of a loop or of a part of it, unless the loop was left."""
+        return self._input()
+
     def use(self, iterator: ElasticIterator) -> None:
         """Make an iterator the input in use."""
+<<<<<<< HEAD
+        if self.input is not iterator:
+            self._input = weakref.ref(iterator)
+            self.inputs += 1
+        self.at_batch = False
+=======
         self.inputs += self.input is not iterator
         self._input, self.at_batch = weakref.ref(iterator), False
 
@@ -232,6 +246,7 @@ class ElasticSession:
     def input(self) -> ElasticIterator | None:
         """The input in use; None after a loop."""
         return self._input()
+>>>>>>> proof
 
     def join(self) -> bool:
         """Join the loop as a newcomer, and let others do so; return False if it has ended."""
@@ -393,14 +408,20 @@ class ElasticSession:
         return complete
 
     def _meet(self, prepared: bool, clean: bool, suspects: Sequence[int]) -> Joined:
+        iterator = self.input
         report = WorkerReport(
             unit=self._unit,
             prepared=prepared,
             clean=clean,
             kept=self.state.keeps_all,
             loop=self.loop,
+<<<<<<< HEAD
+            input=0 if iterator is None else self.inputs,
+            batch=0 if iterator is None else iterator.wanted,
+=======
             input=-1 if self.input is None else self.inputs,
             batch=0 if self.input is None else self.input.wanted,
+>>>>>>> proof
             admits=self._admits and self.at_batch and (clean or self.state.keeps_all),
             newcomer=self.is_newcomer,
         )
@@ -456,8 +477,12 @@ class ElasticSession:
         rank, members = self.rank, [report for report in reports if not report.newcomer]
         number = min(report.batch for report in members)
         # Whoever uses another input than others has not begun it; all open theirs anew in turn.
+<<<<<<< HEAD
+        iterator = self.input if len({report.input for report in members}) == 1 else None
+=======
         inputs = {report.input for report in members}
         is_cut = len(inputs) == 1 and inputs != {-1}
+>>>>>>> proof
         mine: dict[str, Any] = {}
         if rank == outcome.source:
             seed: Any = context.current_seed()
@@ -467,8 +492,8 @@ class ElasticSession:
         if outcome.uncounted:
             _log.warning("metrics lack what lost workers counted in unit %d", self._unit)
             mine["growth"] = self.state.growth(rank)
-        if is_cut and reports[rank].batch == number:
-            mine["input"] = self.input.state()  # type: ignore[union-attr]
+        if iterator is not None and reports[rank].batch == number:
+            mine["input"] = iterator.state()
         everyone = [mine] if self.workers is None else all_gather_object(self.workers, mine)
         source = everyone[outcome.source]
         if self.workers is not None and any(outcome.lacks):
@@ -483,9 +508,9 @@ class ElasticSession:
             self._unit, self.inputs = source["unit"], source["inputs"]
             context.restore_seed(int(source["seed"][0]), source["seed"][1])
             self.take(source["shared"])
-        if is_cut:
+        if iterator is not None:
             states = [each["input"] for each in everyone if each.get("input") is not None]
-            self.input.cut_anew(number, states[0] if states else None)  # type: ignore[union-attr]
+            iterator.cut_anew(number, states[0] if states else None)
         if self.workers is not None:
             self.workers.peers.exchange("synchronised", b"", self._options.timeout)
 
