@@ -29,7 +29,7 @@ BUDGETS = {
     "collective": 4624,
     "compat": 4010,
     "coordinator": 916,
-    "data": 2716,
+    "data": 2725,
     "estimator": 1470,
     "graph": 4703,
     "jit": 1652,
@@ -37,14 +37,14 @@ BUDGETS = {
     "models": 7175,
     "optimizers": 1019,
     "parameter_server": 1595,
-    "strategies": 2108,
+    "strategies": 2115,
     "task": 296,
     "top level": 3058,
     "transport": 1992,
     "variables": 1145,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 40154
+TESTS_BUDGET = 40648
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -119,10 +119,6 @@ class ElasticSession:
         self.changes = 0  # The number of changes of members that this worker has taken part in.
         self.workers: Workers | None = None  # The others; None: there are none.
         self.loop = 0  # The number of loops that were begun.
-<<<<<<< HEAD
-=======
-        # The input in use, of a loop or of a part of it, while the loop holds it.
->>>>>>> proof
         self._input: Callable[[], ElasticIterator | None] = lambda: None
         self.inputs = 0  # How often another one came into use, alike on all members.
         self.at_batch = False  # Whether the next unit is the first one with a batch of the loop.
@@ -233,20 +229,10 @@ class ElasticSession:
 
     def use(self, iterator: ElasticIterator) -> None:
         """Make an iterator the input in use."""
-<<<<<<< HEAD
         if self.input is not iterator:
             self._input = weakref.ref(iterator)
             self.inputs += 1
         self.at_batch = False
-=======
-        self.inputs += self.input is not iterator
-        self._input, self.at_batch = weakref.ref(iterator), False
-
-    @property
-    def input(self) -> ElasticIterator | None:
-        """The input in use; None after a loop."""
-        return self._input()
->>>>>>> proof
 
     def join(self) -> bool:
         """Join the loop as a newcomer, and let others do so; return False if it has ended."""
@@ -415,13 +401,8 @@ class ElasticSession:
             clean=clean,
             kept=self.state.keeps_all,
             loop=self.loop,
-<<<<<<< HEAD
             input=0 if iterator is None else self.inputs,
             batch=0 if iterator is None else iterator.wanted,
-=======
-            input=-1 if self.input is None else self.inputs,
-            batch=0 if self.input is None else self.input.wanted,
->>>>>>> proof
             admits=self._admits and self.at_batch and (clean or self.state.keeps_all),
             newcomer=self.is_newcomer,
         )
@@ -443,7 +424,7 @@ class ElasticSession:
             except (LoopOver, JobOver) as error:
                 why = str(error)
         raise NotAMember(
-            f"the job has gone on without this worker, which did not answer the others for some "
+            "the job has gone on without this worker, which did not answer the others for some "
             f"time: start it again, and it joins in the loop that runs then ({why})"
         ) from reason
 
@@ -477,12 +458,7 @@ class ElasticSession:
         rank, members = self.rank, [report for report in reports if not report.newcomer]
         number = min(report.batch for report in members)
         # Whoever uses another input than others has not begun it; all open theirs anew in turn.
-<<<<<<< HEAD
         iterator = self.input if len({report.input for report in members}) == 1 else None
-=======
-        inputs = {report.input for report in members}
-        is_cut = len(inputs) == 1 and inputs != {-1}
->>>>>>> proof
         mine: dict[str, Any] = {}
         if rank == outcome.source:
             seed: Any = context.current_seed()
