@@ -82,9 +82,9 @@ class Audience:
 
     @property
     def results(self) -> dict[int, Report]:
-        """The results of the workers that came to the end."""
-        last = {index: each[-1] for index, each in self.reports.items() if each}
-        return {index: each for index, each in last.items() if each["what"] == "result"}
+        """The results of the workers that came to the end, of those that had joined the job."""
+        last = {index: each[-1] for index, each in self.reports.items()}
+        return {index: each for index, each in last.items() if each.get("joined")}
 
     def progress(self) -> dict[int, Any]:
         """Return the last report of each worker."""
