@@ -1,9 +1,9 @@
 """Elastic workers: what a loss and a newcomer cost, and whether a sample is lost or counted twice.
 
 The jobs are those of `tests/jobs/elastic.py`: real processes, which are killed and stopped when
-they report that they have come to some step. The workers count each sample in the update of the step
-itself, so the counts are those of what was committed. ``--only`` runs the parts whose name has a
-text: kills, control, joins, rate, cost, stops, torchrun.
+they report that they have come to some step. The workers count each sample in the update of the
+step itself, so the counts are those of what was committed. ``--only`` runs the parts whose name has
+a text: kills, control, joins, rate, cost, stops, torchrun.
 """
 
 from __future__ import annotations

@@ -34,6 +34,9 @@ Report = dict[str, Any]
 class Audience:
     """Hears what the workers of a job report.
 
+    Args:
+        options: what the workers do; see `WorkerOptions`.
+
     Attributes:
         door: the path of the socket where they report.
         reports: of each worker, of all its starts.
@@ -41,7 +44,8 @@ class Audience:
         living: the workers that have been started and whose line has not ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
+        self.options = WorkerOptions(**options)
         self.reports: dict[int, list[Report]] = {}
         self.killed: list[tuple[int, float, int]] = []
         self.living: set[int] = set()
@@ -156,6 +160,37 @@ class Audience:
             seconds += [min(after)] if after else []
         return seconds
 
+    def faults(self) -> list[str]:
+        """Return what is wrong with the results, in words; an empty list if all is right."""
+        if not self.results:
+            return [f"nobody came to the end: {self.progress()}"]
+        wrong = []
+        weights = expected(self.options) if self.options.source == "data" else None
+        for index, result in self.results.items():
+            if weights is not None:
+                error = np.abs(np.array(result["weights"]) - weights).max()
+                if not error <= TOLERANCE:
+                    wrong.append(f"worker {index}: weights are wrong by {error:.2g}")
+            counts = np.array(result["counts"]) * len(result["counts"]) / self.options.epochs
+            if not np.all(counts == 1):
+                lost, twice = np.sum(counts < 1), np.sum(counts > 1)
+                wrong.append(f"worker {index}: {lost} samples were lost, {twice} counted twice")
+            wrong += self._metric_faults(index, result)
+        first, *others = self.results.values()
+        if any(each["weights"] != first["weights"] for each in others):
+            wrong.append("the weights of the workers differ")
+        return wrong
+
+    def _metric_faults(self, index: int, result: Report) -> list[str]:
+        if "metrics lack" in self.said():
+            return []
+        full = self.options.rows * (self.options.rows + 1) / 2
+        there = {each["epoch"] for each in self.steps(index) if each["pid"] == result["pid"]}
+        totals = [result["totals"][epoch] for epoch in sorted(there)]  # Others were skipped.
+        if all(total == full for total in totals):
+            return []
+        return [f"worker {index}: the metric is {totals} of {full}"]
+
 
 class Crew(Audience):
     """The workers of an elastic job.
@@ -176,9 +211,8 @@ class Crew(Audience):
         environ: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(**options)
         self.size, self.hosts = size, hosts
-        self.options = WorkerOptions(**options)
         self._fresh: dict[int, subprocess.Popen[bytes]] = {}
         self.tasks = self._held.enter_context(
             Tasks(max(size, seats), 0, chief=False, **(environ or {}))
@@ -267,37 +301,6 @@ class Crew(Audience):
         except TimeoutError as error:
             raise AssertionError(f"workers {sorted(self.living)} hang: {error}") from None
         return {index: self.code(index) for index in self.reports}
-
-    def faults(self) -> list[str]:
-        """Return what is wrong with the results, in words; an empty list if all is right."""
-        if not self.results:
-            return [f"nobody came to the end: {self.progress()}"]
-        wrong = []
-        weights = expected(self.options) if self.options.source == "data" else None
-        for index, result in self.results.items():
-            if weights is not None:
-                error = np.abs(np.array(result["weights"]) - weights).max()
-                if not error <= TOLERANCE:
-                    wrong.append(f"worker {index}: weights are wrong by {error:.2g}")
-            counts = np.array(result["counts"]) * len(result["counts"]) / self.options.epochs
-            if not np.all(counts == 1):
-                lost, twice = np.sum(counts < 1), np.sum(counts > 1)
-                wrong.append(f"worker {index}: {lost} samples were lost, {twice} counted twice")
-            wrong += self._metric_faults(index, result)
-        first, *others = self.results.values()
-        if any(each["weights"] != first["weights"] for each in others):
-            wrong.append("the weights of the workers differ")
-        return wrong
-
-    def _metric_faults(self, index: int, result: Report) -> list[str]:
-        if "metrics lack" in self.said():
-            return []
-        full = self.options.rows * (self.options.rows + 1) / 2
-        there = {each["epoch"] for each in self.steps(index) if each["pid"] == result["pid"]}
-        totals = [result["totals"][epoch] for epoch in sorted(there)]  # Others were skipped.
-        if all(total == full for total in totals):
-            return []
-        return [f"worker {index}: the metric is {totals} of {full}"]
 
 
 def expected(options: WorkerOptions) -> np.ndarray:
