@@ -37,6 +37,7 @@ from ndistribute.devices import Device
 from ndistribute.errors import WorkerLostError
 from ndistribute.strategies.elastic_input import ElasticIterator
 from ndistribute.strategies.elastic_state import ReplicatedState
+from ndistribute.timeline import identify, recorded
 from ndistribute.values import PerReplica
 
 T = TypeVar("T")
@@ -117,6 +118,7 @@ class ElasticSession:
         self.state = ReplicatedState()
         self.users_call = ""
         self.changes = 0  # The number of changes of members that this worker has taken part in.
+        self.last_change = ""  # The membership that it led to, and who came and went.
         self.workers: Workers | None = None  # The others; None: there are none.
         self.loop = 0  # The number of loops that were begun.
         self._input: Callable[[], ElasticIterator | None] = lambda: None
@@ -132,6 +134,8 @@ class ElasticSession:
         self._waits_after_writes: dict[Hashable, bool] = {}  # By function.
         self._closing: list[threading.Thread] = []
         self._meetings = Meetings(addresses, index, task, limits, options.timeout)
+        names = [f"worker {number}" for number in range(len(addresses))]
+        identify(names[index], names, settles=True)  # Its rank may change.
         try:
             self.is_newcomer = self._meetings.look() is not None
             while not self.is_newcomer and self._meetings.roster is None:
@@ -238,7 +242,7 @@ class ElasticSession:
         """Join the loop as a newcomer, and let others do so; return False if it has ended."""
         if self.is_newcomer:
             try:
-                self._change(prepared=False)
+                self._change(False)
             except LoopOver:
                 _log.warning("loop %d ended before this worker came, and is skipped", self.loop)
                 self.end_loop()
@@ -363,6 +367,7 @@ class ElasticSession:
             raise error
         return self._change(prepared)
 
+    @recorded(lambda _, session, prepared: ("members", session.last_change))
     def _change(self, prepared: bool) -> bool:
         """Agree on the next members, and synchronise with them; see `_change_after`."""
         begun, suspects, complete = time.monotonic(), self._leave_group(), False
@@ -506,6 +511,7 @@ class ElasticSession:
         parts = [f"lost {lost}"] if lost else []
         parts += [f"{come} joined"] if come and before else []
         what = f"{'; '.join(parts) or 'joined'}: {len(roster.members)} workers go on"
+        self.last_change = f"membership {roster.number}" + (f": {what}" if before else "")
         level = logging.INFO if self.rank else logging.WARNING
         text = "membership %d: %s after %.0f ms"
         _log.log(level, text, roster.number, what, seconds * 1e3)
