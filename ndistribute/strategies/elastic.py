@@ -244,7 +244,11 @@ class ElasticSession:
             try:
                 self._change(False)
             except LoopOver:
-                _log.warning("loop %d ended before this worker came, and is skipped", self.loop)
+                level = logging.DEBUG if self.loop > 1 else logging.WARNING
+                text = (
+                    "loop %d ended before this worker came: it is skipped, as later ones that ended"
+                )
+                _log.log(level, text, self.loop)
                 self.end_loop()
                 return False
             except JobOver:
