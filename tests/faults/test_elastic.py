@@ -45,6 +45,7 @@ def test_the_others_go_on_when_one_is_killed(wire, rank):
         ("before the state is sent", 1),
         ("between updates", 1),
         ("after the commit", 0),
+        ("an epoch begins", 2),
     ],
 )
 def test_a_second_one_dies_during_the_change(point, dies):
