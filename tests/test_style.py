@@ -26,7 +26,7 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 BUDGETS = {
     "autodiff": 2842,
     "cluster": 663,
-    "collective": 4624,
+    "collective": 4627,
     "compat": 4010,
     "coordinator": 916,
     "data": 2725,
@@ -37,14 +37,14 @@ BUDGETS = {
     "models": 7175,
     "optimizers": 1019,
     "parameter_server": 1595,
-    "strategies": 2115,
+    "strategies": 2149,
     "task": 296,
-    "top level": 3058,
+    "top level": 3074,
     "transport": 1992,
     "variables": 1145,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 40648
+TESTS_BUDGET = 41006
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
