@@ -26,7 +26,7 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 BUDGETS = {
     "autodiff": 2842,
     "cluster": 663,
-    "collective": 4637,
+    "collective": 4640,
     "compat": 4010,
     "coordinator": 916,
     "data": 2725,
@@ -37,14 +37,14 @@ BUDGETS = {
     "models": 7302,
     "optimizers": 1029,
     "parameter_server": 1595,
-    "strategies": 2156,
+    "strategies": 2182,
     "task": 296,
-    "top level": 3061,
+    "top level": 3077,
     "transport": 1992,
     "variables": 1145,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 41071
+TESTS_BUDGET = 41429
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -146,7 +146,7 @@ class Meetings:
         if not self._peers or self.roster is None or not self._admits:
             return False
         with self._changed:
-            return bool(self._meeting.admitted(len(self.roster.members)))
+            return bool(self._meeting.admitted(len(self.roster.members), self._loop))
 
     def meet(self, report: WorkerReport, suspects: Sequence[int] = ()) -> Joined:
         """Meet the other workers, and return the next membership.
@@ -296,7 +296,8 @@ class Meetings:
             return Redirection(_GONE)
         if arrival.report.newcomer and not arrival.rosters:
             here = self._status().address == self.member.address
-            return None if here else Redirection(_ELSEWHERE)
+            waits = here and arrival.report.loop >= self._loop
+            return None if waits else Redirection(_ELSEWHERE)
         newest = max((each.number for each in arrival.rosters), default=0)
         rosters, name = self._rosters, arrival.member.instance
         is_known = any(name in each.instances for each in rosters)

@@ -234,10 +234,11 @@ class RosterMeeting:
         """Return the members of these rosters by instance, in rank order."""
         return {each.instance: each for roster in self.rosters for each in roster.members}
 
-    def admitted(self, size: int) -> list[Arrival]:
-        """Return the newcomers for whom a roster with so many members has room."""
+    def admitted(self, size: int, loop: int) -> list[Arrival]:
+        """Return the newcomers to a loop for whom a roster with so many members has room."""
         members, come = self.members, self.arrivals.items()
-        waiting = [each for name, each in come if each.report.newcomer and name not in members]
+        newcomers = [each for name, each in come if each.report.newcomer and name not in members]
+        waiting = [each for each in newcomers if each.report.loop == loop]
         return waiting[: max(0, (self._limits.max_workers or len(self._addresses)) - size)]
 
     @property
@@ -296,7 +297,8 @@ class RosterMeeting:
         last = max((report.unit for report in members), default=0)
         # Others than these are in earlier units, and the next unit of all admits newcomers.
         can_join = any(report.admits and report.unit == last for report in members)
-        coming = self.admitted(len(staying)) if admits and can_join else []
+        loop = max((report.loop for report in members), default=0)
+        coming = self.admitted(len(staying), loop) if admits and can_join else []
         least = self._limits.min_workers if can_join else 1
         doubts = {
             doubt: None for roster in rosters for doubt in [*roster.doubts, self._doubt(roster)]
