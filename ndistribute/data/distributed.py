@@ -9,7 +9,6 @@ data takes part with empty batches until all workers have finished.
 from __future__ import annotations
 
 import copy
-import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -103,8 +102,7 @@ def distribute_from_function(
         every, first = sum(counts), sum(counts[:shard])
         many = every if per_replica else len(counts)
         numbers = range(first, first + counts[shard]) if per_replica else (shard,)
-        contexts = [InputContext(many, number, every) for number in numbers]
-        nodes = tuple(as_dataset(fn(context))._node for context in contexts)
+        nodes = tuple(as_dataset(fn(InputContext(many, number, every)))._node for number in numbers)
         return in_rounds(nodes) if per_replica else nodes[0]
 
     pipelines = Pipelines(make, topology)
@@ -121,10 +119,17 @@ class Pipelines:
     """
 
     def __init__(self, make: Callable[[int, tuple[int, ...]], Node], topology: Topology) -> None:
+        self._make = make
         # Workers that came later may read what others began, so several divisions are in use.
-        self.of = functools.lru_cache(maxsize=16)(make)
+        self._made: dict[Any, Node] = {}
         self.first = self.of(topology.worker_index, topology.replica_counts)
         self.epochs = 0  # Those that were begun, as far as their shuffles need to know.
+
+    def of(self, shard: int, counts: tuple[int, ...]) -> Node:
+        """Return the pipeline of a worker, the same each time while it is one of the last 16."""
+        made = self._made.get((shard, counts)) or self._make(shard, counts)
+        self._made = dict([*self._made.items(), ((shard, counts), made)][-16:])
+        return made
 
 
 class DistributedDataset:
@@ -409,14 +414,13 @@ class DistributedIterator(TensorFlowIterator):
         pipeline.check_resumable((self._dataset._pipelines.first,), loader, "an elastic loop")
         # Others may come, also if there are none yet.
         sharding = self._dataset._sharding_for(max(2, self._topology.num_workers), True)
-        why = "continues after whole batches only: use batch='constant'." if scaled else ""
-        if sharding is not Sharding.DATA:
-            why = (
-                "is another one on each worker, and its position is lost with the worker: pass an "
-                "equal one on each to distribute_dataset, with AutoShardPolicy.DATA, or a Dataset."
+        if loader is not None and (scaled or sharding is not Sharding.DATA):
+            raise ValueError(
+                f"an elastic loop: the {type(loader).__name__} keeps its position itself, so it "
+                "goes back to whole batches only, and only if all workers have equal ones: pass it "
+                "to distribute_dataset with AutoShardPolicy.DATA, and batch='constant' to Elastic; "
+                "or use a Dataset."
             )
-        if why and loader is not None:
-            raise ValueError(f"an elastic loop: the {type(loader).__name__} {why}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of an iterator over an equal pipeline, with its remaining rows.
@@ -433,9 +437,7 @@ class DistributedIterator(TensorFlowIterator):
         """
         dataset, topology = self._dataset, self._topology
         progress = Progress.of_state(state)
-        by_function = dataset._sharding is Sharding.FUNCTION
-        counts = progress.replica_counts if by_function else topology.replica_counts
-        shards = progress.shards_of(topology)
+        shards, counts = progress.shards_of(topology), progress.replica_counts
         nodes = {shard: dataset._pipelines.of(shard, counts) for shard in shards}
         progress.check_fits(dataset._sharding, nodes)
         loader: Any = next(map(loader_of, nodes.values()), None)

@@ -4,6 +4,7 @@ import json
 import threading
 from collections import Counter
 from fractions import Fraction
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from tests.data.workers import (
     distribute,
     distribute_from_function,
     on_workers,
+    pieces_of,
     place_of,
     raised,
 )
@@ -234,6 +236,22 @@ def test_a_sample_that_is_dropped_is_noticed():
         assert (job.used[0] == Counter(range(30))) is same
 
 
+@pytest.mark.parametrize("batch", ["constant", "scaled"])
+@settings(max_examples=20)
+@given(st.lists(replicas, min_size=1, max_size=3), st.lists(changes, max_size=5), st.booleans())
+def test_the_order_of_samples_does_not_depend_on_the_workers(batch, counts, changes, drops):
+    def build():
+        dataset = Dataset.range(29).shuffle(8, seed=1).batch(6, drop_remainder=drops)
+        return dataset.map(lambda x: x).repeat(2)
+
+    options = InputOptions("data", 0)
+    job = played(Job(build, counts, options, batch), changes)
+    alone = played(Job(build, [1], options), [], len(job.used)).steps
+    if batch == "constant":
+        assert job.steps == alone
+    assert [*chain(*job.steps)] == [*chain(*alone)]
+
+
 def rows_of_steps(build, scale, changes, policy="data", counts=(1, 1, 1, 1)):
     job = Job(build, counts, InputOptions(policy), scale)
     return [len(step) for step in played(job, changes, epochs=1).steps]
@@ -336,8 +354,13 @@ def test_the_shuffles_of_a_function_go_on_after_a_change():
     ("build", "policy", "scaled", "message"),
     [
         (Loader, "data", False, "a Loader, whose position cannot be saved"),
-        (Stateful, "off", False, "the Stateful is another one on each worker"),
-        (Stateful, "data", True, "the Stateful continues after whole batches only"),
+        (
+            Stateful,
+            "off",
+            False,
+            "the Stateful keeps its position.*AutoShardPolicy.DATA",
+        ),
+        (Stateful, "data", True, "the Stateful keeps its position.*batch='constant'"),
         (lambda: Dataset.range(4).batch(2), "file", False, "FILE needs a dataset of files"),
         (lambda: number_files([1, 2]).take(2).batch(2), "file", False, "count elements over all"),
     ],
@@ -349,7 +372,7 @@ def test_what_other_workers_could_not_continue_is_refused_at_the_start(
     with pytest.raises(ValueError, match=message):
         iterator.check_can_go_back(scaled)
     stateful = iter(distribute_from_function(lambda _: Stateful(), cpus(1)))
-    with pytest.raises(ValueError, match="another one on each worker"):
+    with pytest.raises(ValueError, match="only if all workers have equal ones"):
         stateful.check_can_go_back()
 
 
@@ -373,3 +396,12 @@ def test_nothing_reads_a_loader_with_a_state_once_its_iterator_is_closed():
     iterator.close()
     assert not reading.is_set()
     timer.join()
+
+
+def test_a_distributed_dataset_can_be_sent_to_a_worker():
+    pickled = pytest.importorskip("cloudpickle")
+    source = Dataset.range(6).batch(4)
+    by_function = distribute_from_function(lambda _: source, cpus(2))
+    for dataset in (distribute(source, cpus(2)), by_function):
+        sent = pickled.loads(pickled.dumps(dataset))
+        assert pieces_of(sent) == pieces_of(dataset)
