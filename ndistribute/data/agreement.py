@@ -120,8 +120,8 @@ def begin(node: Node, topology: Topology, sharding: Sharding, least: int) -> tup
         if of_workers[topology.worker_index] != seeds:
             epoch = Epoch.resume(node, of_workers[0])
     files = 0 if sharding is Sharding.FUNCTION else number_of_files(node)
-    counts, positions = topology.replica_counts, [Position()] * shards
-    return epoch, Progress(sharding, files, counts, of_workers[:shards], positions)
+    positions = [Position()] * shards
+    return epoch, Progress(sharding, files, topology.replica_counts, of_workers[:shards], positions)
 
 
 def compared(steps: Iterator[PipelineStep], workers: ProcessGroup) -> Iterator[PipelineStep]:
