@@ -26,7 +26,7 @@ from ndistribute.data.options import InputContext, InputOptions, Sharding, Topol
 from ndistribute.data.pipeline import Epoch, LeafSpec, Node, describe, upstream
 from ndistribute.data.prefetch import Ahead, Threads
 from ndistribute.data.sources import has_state
-from ndistribute.data.steps import BATCH_IT, PipelineStep, Progress, Reading, steps_of
+from ndistribute.data.steps import BATCH_IT, PipelineStep, Position, Progress, Reading, steps_of
 from ndistribute.devices import Device
 from ndistribute.timeline import recorded
 
@@ -312,13 +312,15 @@ class DistributedIterator(TensorFlowIterator):
     ) -> None:
         """Set what this worker reads, from a position on; a loader may have `loaded` it."""
         self._progress, self._threads, self._readings = progress, Threads(), {}
+        self._steps = 0
         self._dataset._pipelines.epochs = progress.following
         by_file = progress.sharding is Sharding.FILE
         for shard, (node, epoch) in parts.items():
             at, part = progress.positions[shard], (shard, len(progress.positions))
             changed = {"shard": part} if by_file else {"loaded": at.batches if loaded else 0}
             begun = replace(epoch, threads=self._threads, **changed)
-            self._readings[shard] = Reading(node, begun, at)
+            until = None if progress.until is None else progress.until[shard]
+            self._readings[shard] = Reading(node, begun, at, until)
         self._loader = next(map(loader_of, self._nodes), None)
 
     @recorded(lambda *_: ("input", ""))
@@ -341,8 +343,10 @@ class DistributedIterator(TensorFlowIterator):
             self.close()
             self._failed = not isinstance(error, StopIteration)
             raise
+        progress, self._steps = self._begun(), self._steps + 1
+        progress.until = None
         for shard, position in step.reached.items():
-            self._begun().positions[shard] = position
+            progress.positions[shard] = position
         self._loader_state = step.loader_state
         return step.value
 
@@ -386,18 +390,23 @@ class DistributedIterator(TensorFlowIterator):
         if self._progress is None:
             return None
         state = {} if self._loader is None else copy.deepcopy(self.state_dict())
-        return self._progress, tuple(self._progress.positions), state
+        return self._progress, tuple(self._progress.positions), self._steps, state
 
     def state_at(self, mark: Any) -> dict[str, Any] | None:
         """Return what `state_dict` would have returned when `mark` was called.
 
-        It also tells after an error, when this iterator is over. If no epoch had begun, it returns
+        It also tells after an error, when this iterator is over. If there was a step since, that
+        step comes again with the same rows, whoever divides them. If no epoch had begun, it returns
         None.
         """
-        if mark is None:
+        if self._progress is None:
             return None
-        progress, positions, state = mark
-        return {**state, **replace(progress, positions=list(positions)).state_dict()}
+        start: Any = self._progress, [Position()] * len(self._progress.positions), 0, {}
+        progress, positions, steps, state = mark or start
+        since = self._steps - steps if progress is self._progress else -1
+        until = {0: progress.until, 1: progress.positions}.get(since)
+        marked = replace(progress, positions=list(positions), until=until)
+        return {**state, **marked.state_dict()}
 
     def check_can_go_back(self, scaled: bool = False) -> None:
         """Raise an error if other workers could not continue this input at every step.
