@@ -29,7 +29,7 @@ BUDGETS = {
     "collective": 3919,
     "compat": 4010,
     "coordinator": 916,
-    "data": 2716,
+    "data": 2766,
     "estimator": 1470,
     "graph": 4703,
     "jit": 1652,
@@ -44,7 +44,7 @@ BUDGETS = {
     "variables": 1140,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 39524
+TESTS_BUDGET = 39557
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

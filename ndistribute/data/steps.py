@@ -251,8 +251,8 @@ def _rows(batch: Element, start: int, stop: int | None) -> Element:
 
 
 def _joinable(first: Element, other: Element) -> bool:
-    """Return True if the rows of two batches have the same structure, dtypes and shapes."""
-    kinds = ([(x.dtype, x.shape[1:]) for x in tree.flatten(each)] for each in (first, other))
+    """Return True if the rows of two batches have the same structure, kinds and shapes."""
+    kinds = ([(x.dtype.kind, x.shape[1:]) for x in tree.flatten(each)] for each in (first, other))
     return tree.same_structure(first, other) and next(kinds) == next(kinds)
 
 
@@ -261,10 +261,9 @@ def _joined(parts: Sequence[Element]) -> Element:
     if len(parts) == 1:
         return parts[0]
     if not all(_joinable(parts[0], part) for part in parts):
-        raise ValueError(
-            "a step that is made again by other workers has batches of different shapes or dtypes: "
-            "pad all batches to one shape."
-        )
+        what = "a step that other workers make again has batches of different shapes or kinds"
+        raise ValueError(f"{what}: pad all batches to one shape.")
+    leading_length(tree.flatten(parts[0]), "distribute_datasets_from_function", COMPLETE_IT)
     columns = zip(*map(tree.flatten, parts), strict=True)
     leaves = [np.concatenate([*map(to_host, column)]) for column in columns]
     return tree.unflatten(parts[0], leaves)
@@ -298,48 +297,29 @@ def _deal(
 ) -> Iterator[PipelineStep]:
     """Yield steps in which each replica gets the next piece of this worker's shards.
 
-    A first step that is made again has the rows that it had, of all these shards.
+    A first step that is made again has the rows that it had of these shards; without rows, it has
+    no value.
     """
-    if any(reading.until is not None for reading in readings.values()):
+    if any(reading.until for reading in readings.values()):
         again = {shard: _again(reading) for shard, reading in readings.items()}
         readings = {shard: rest for shard, (_, rest) in again.items()}
         parts = [part for parts, _ in again.values() for part in parts]
-        if not parts:
-            parts, readings = _peeked(readings)
-        if parts:
-            if len(parts) != len(devices):
-                parts = _spread(_joined(parts), len(devices))
-            reached = {shard: rest.position for shard, rest in readings.items()}
-            yield PipelineStep(_placed(parts, devices), reached)
+        if len(parts) > len(devices):
+            parts = [piece for _, piece in _pieces(_joined(parts), Position(), len(devices), None)]
+        reached = {shard: rest.position for shard, rest in readings.items()}
+        yield PipelineStep(_placed(parts, devices) if parts else None, reached)
     source = _dealt(readings, count, of_usual_size)
     while dealt := list(islice(source, len(devices))):
         reached = {shard: position for shard, position, _ in dealt}
-        pieces = [piece for *_, piece in dealt]
-        if missing := len(devices) - len(pieces):
-            leaves = tree.flatten(pieces[0])
-            leading_length(leaves, "distribute_datasets_from_function", COMPLETE_IT)
-            pieces += [_rows(pieces[0], 0, 0)] * missing
-        yield PipelineStep(_placed(pieces, devices), reached)
+        yield PipelineStep(_placed([piece for *_, piece in dealt], devices), reached)
 
 
-def _peeked(readings: Readings) -> tuple[list[Element], Readings]:
-    """Return a part without rows, if there is anything left, and the readings as they were."""
-    for shard, reading in readings.items():
-        source = reading.batches()
-        batch = next(source, None)
-        if batch is not None:
-            leading_length(tree.flatten(batch), "distribute_dataset", COMPLETE_IT)
-            kept = reading._replace(source=chain((batch,), source))
-            return [_rows(batch, 0, 0)], {**readings, shard: kept}
-    return [], readings
-
-
-def _spread(batch: Element, count: int) -> list[Element]:
-    length = leading_length(tree.flatten(batch), "distribute_dataset", COMPLETE_IT)
-    return [_rows(batch, piece.start, piece.stop) for piece in balanced_slices(length, count)]
-
-
-def _placed(pieces: Sequence[Element], devices: Sequence[Device]) -> Any:
+def _placed(pieces: list[Element], devices: Sequence[Device]) -> Any:
+    """Return a nest of `PerReplica` of pieces, and of empty ones for the other devices."""
+    if missing := len(devices) - len(pieces):
+        leaves = tree.flatten(pieces[0])
+        leading_length(leaves, "distribute_datasets_from_function", COMPLETE_IT)
+        pieces = pieces + [_rows(pieces[0], 0, 0)] * missing
     moves = [functools.partial(copy_to, device=device) for device in devices]
     return tree.regroup([*map(tree.map_leaves, moves, pieces)], PerReplica)
 

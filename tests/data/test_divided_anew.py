@@ -29,7 +29,7 @@ from tests.data.workers import (
 
 def rows_in(step):
     """Return the rows of a worker's step; the first number of those that are arrays."""
-    rows = (row for piece in step.values for row in piece.tolist())
+    rows = (row for piece in step.values for row in np.atleast_1d(piece).tolist())
     return [row[0] if isinstance(row, list) else row for row in rows]
 
 
@@ -294,12 +294,38 @@ def test_a_step_has_a_constant_number_of_rows_or_as_many_as_its_workers_are_wort
     assert rows_of_steps(build, "scaled", back) == [12, 12, 9, 3] + [12] * 5 + [4]
 
 
+def test_texts_of_other_lengths_share_a_step():
+    texts = [np.array(["a", "bc"]), np.array(["def", "g"])]
+    job = Job(lambda: lambda _: texts, [1, 1], None, by_function=True)
+    job.go_on(1, "counted")
+    job.change(1, [])
+    job.go_on(9)
+    assert job.used[0] == Counter(dict.fromkeys(["a", "bc", "def", "g"], 2))
+
+
 def test_batches_of_other_shapes_do_not_share_a_step():
     def build():
         rows = [np.full(1 + number // 4, number) for number in range(12)]
         return Dataset.from_generator(lambda: iter(rows)).padded_batch(4)
 
     assert rows_of_steps(build, "scaled", [(0, None, 0, [])]) == [3, 1] * 3
+
+
+@pytest.mark.parametrize(
+    ("batched", "message"),
+    [(True, "different shapes or kinds: pad all"), (False, "elements must be batches")],
+)
+def test_parts_that_can_not_be_joined_for_a_step_that_is_made_again_say_so(batched, message):
+    def make(context):
+        rows = [np.full(2 + context.input_pipeline_id, number) for number in range(8)]
+        dataset = Dataset.from_generator(lambda: iter(rows))
+        return dataset.batch(2) if batched else Dataset.range(4)
+
+    job = Job(lambda: make, [1, 1], None, by_function=True)
+    job.go_on(1, "counted")
+    job.change(1, [])
+    with pytest.raises(ValueError, match=message):
+        job.go_on(1)
 
 
 @pytest.mark.parametrize(("scale", "rows"), [("constant", 12), ("scaled", 9)])
