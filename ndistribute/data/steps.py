@@ -115,15 +115,18 @@ class Progress:
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> Progress:
         """Return the progress in a state of `state_dict`."""
-        if not {"sharding", "files", "replica_counts", "shards"} <= state.keys():
+        needed = {"sharding", "files", "shards"}
+        if state.get("sharding") == Sharding.FUNCTION.value:  # Earlier states have no counts.
+            needed.add("replica_counts")
+        if not needed <= state.keys():
             raise ValueError(
-                "load_state_dict needs what state_dict returned, with 'sharding', 'files', "
-                f"'replica_counts' and 'shards'; got {sorted(state)}."
+                f"load_state_dict needs what state_dict returned, with {sorted(needed)}; got "
+                f"{sorted(state)}."
             )
         shards = state["shards"]
         seeds = [[ShuffleSeed(int(e), int(i)) for e, i in shard["shuffles"]] for shard in shards]
         positions = [Position(*(int(shard[name]) for name in Position._fields)) for shard in shards]
-        counts = tuple(map(int, state["replica_counts"]))
+        counts = tuple(map(int, state.get("replica_counts", ())))
         until = [Position(*map(int, at)) for at in state.get("until") or ()] or None
         kind, files = Sharding(state["sharding"]), int(state["files"])
         return cls(kind, files, counts, seeds, positions, until)
