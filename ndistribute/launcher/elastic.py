@@ -11,25 +11,15 @@ import select
 import selectors
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from ndistribute.launcher import reaper
+from ndistribute.launcher import reaper, supervisor
 from ndistribute.launcher.commands import Host, parse_hosts
-from ndistribute.launcher.spare import Spare
-from ndistribute.launcher.supervisor import (
-    PREEMPTED,
-    JobEnd,
-    Process,
-    Start,
-    Task,
-    TaskSupervisor,
-    Verdict,
-    restart_delay,
-    verdict,
-)
+from ndistribute.launcher.spare import Spares
+from ndistribute.launcher.supervisor import PREEMPTED, Start, Task, TaskSupervisor, Verdict
 
 # How often a worker is started again if --max-restarts does not say.
 RESTARTS = 5
@@ -52,11 +42,8 @@ def places_on(hosts: Sequence[Host]) -> list[Place]:
     >>> places_on([Host("a", 2), Host("b", 1), Host("a", 1)])
     [('a', 0), ('a', 1), ('b', 0), ('a', 2)]
     """
-    places: list[Place] = []
-    for host in hosts:
-        first = sum(name == host.name for name, _ in places)
-        places += [(host.name, first + slot) for slot in range(host.slots)]
-    return places
+    names = [host.name for host in hosts for _ in range(host.slots)]
+    return [(name, names[:index].count(name)) for index, name in enumerate(names)]
 
 
 def replan(
@@ -89,83 +76,49 @@ def refuse_waiting(ports: Sequence[socket.socket]) -> None:
             port.accept()[0].close()
 
 
-class Spares:
-    """Starts tasks: those of this machine in processes that have imported in advance."""
-
-    def __init__(self, number: int, environ: Mapping[str, str], say: Callable[[str], None]) -> None:
-        self._number, self._environ, self._say = number, environ, say
-        self._waiting: list[Spare] = []
-
-    def begin(self, task: Start) -> Process:
-        """Return the process of a task: a spare's, or a new one."""
-        for spare in [spare for spare in self._waiting if spare.fits(task)]:
-            self._waiting.remove(spare)
-            if spare.become(task):
-                return spare
-            spare.dismiss()
-        return Process(self._environ, task)
-
-    def fill(self, task: Start) -> None:
-        """Start spares for the settings of a task until there are enough."""
-        for spare in [spare for spare in self._waiting if not spare.fits(task)]:
-            if spare.has_ended():
-                # Each new one might end as well, so it is not replaced.
-                self._number -= 1
-                self._say(f"a spare ended; {self._number} left.")
-            self._waiting.remove(spare)
-            spare.dismiss()
-        while len(self._waiting) < self._number:
-            self._waiting.append(Spare(self._environ, task))
-
-    def close(self) -> None:
-        for spare in self._waiting:
-            spare.dismiss()
-
-
 @dataclass(kw_only=True)
 class ElasticSupervisor(TaskSupervisor):
     """A job whose workers come and go; `restarts` counts for each worker."""
 
     min_workers: int
-    max_workers: int | None
-    hosts: tuple[Host, ...]  # All that were ever named, in the order of the workers' indexes.
-    hosts_file: Path | None  # It is watched.
-    start_all: Callable[[tuple[Host, ...]], list[Start]]  # Returns how each worker is started.
-    spares: Spares
-    _seen: str = field(default="", init=False)  # The hosts' file at the last look.
-    _applied: str = field(default="", init=False)  # The text that the workers follow.
+    # Returns how each worker is started; the hosts are those that were ever named, in the order of
+    # the workers' indexes.
+    start_all: Callable[[tuple[Host, ...]], list[Start]]
+    hosts: tuple[Host, ...] = ()
+    max_workers: int | None = None
+    hosts_file: Path | None = None  # It is watched.
+    spares: Spares | None = None
+    _texts: list[str] = field(default_factory=list)  # The hosts' file as followed, and as seen.
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.hosts_file is not None:
-            self._seen = self._applied = self.hosts_file.read_text()
-        self._look_later()
-
-    def _look_later(self) -> None:
+            self._texts = [self.hosts_file.read_text()] * 2
         self._due[self._look] = time.monotonic() + _LOOK_SECONDS
 
     def _look(self) -> None:
         """Start missing spares, later than the worker that took one, and read the hosts' file."""
         if any(task.code == 0 for task in self._tasks):  # The work is done.
             return
-        self._look_later()
-        local = [task for task in self._tasks if task.start.host is None]
-        if local:
-            self.spares.fill(max(local, key=lambda task: task.since).start)
-        text = self._seen
-        if self.hosts_file is not None:
-            with contextlib.suppress(OSError):  # An editor may be replacing it.
-                text = self.hosts_file.read_text()
-        # What has changed since the last look may not be written to its end.
-        if text == self._seen != self._applied:
-            self._applied = text
-            try:
-                self._follow(parse_hosts(text, "\n"))
-            except (ValueError, OSError) as error:
-                self.console.say(f"{self.hosts_file}: {error} The workers stay as they are.")
-        self._seen = text
+        self._due[self._look] = time.monotonic() + _LOOK_SECONDS
+        if self.spares is not None:
+            newest = max(self._tasks, key=lambda task: (task.start.host is None, task.since))
+            self.spares.fill(newest.start)
+        with contextlib.suppress(OSError):  # An editor may be replacing it.
+            if self.hosts_file is not None:
+                self._follow(self.hosts_file, self.hosts_file.read_text())
 
-    def _follow(self, hosts: Sequence[Host]) -> None:
+    def _follow(self, path: Path, text: str) -> None:
+        followed, seen = self._texts
+        # What has changed since the last look may not be written to its end.
+        self._texts = [text if text == seen else followed, text]
+        if text == seen != followed:
+            try:
+                self._change(parse_hosts(text, "\n"))
+            except (ValueError, OSError) as error:
+                self.console.say(f"{path}: {error} The workers stay as they are.")
+
+    def _change(self, hosts: Sequence[Host]) -> None:
         """Remove, bring back and add workers."""
         present = [index for index, task in enumerate(self._tasks) if not task.removed]
         stay, new = replan(places_on(self.hosts), present, hosts, self.max_workers)
@@ -175,24 +128,22 @@ class ElasticSupervisor(TaskSupervisor):
         starts = self.start_all(grown)
         self.hosts = grown
         for index, task in enumerate(self._tasks):
-            if task.removed is (index not in stay):
-                continue
-            task.removed = not task.removed
-            if task.removed:
-                self.console.say(
-                    f"worker {task.start.label} is removed: its host has no place for it."
-                )
+            if task.removed and index in stay:
+                task.removed = False
+                if task.code is not None:  # Else it is restarted when it has ended.
+                    self._add(task)
+            elif index not in stay and not task.removed:
+                task.removed = True
+                self.console.say(f"worker {index} is removed: its host has no place for it.")
                 task.code = PREEMPTED if task.running is None else task.code
                 self._ask_to_end(task)
-            elif task.code is not None:
-                task.restarts = task.quick = 0
-                self._add(task)
         for start in starts[len(self._tasks) :]:
             self._tasks.append(Task(start))
             self._add(self._tasks[-1])
 
     def _add(self, task: Task) -> None:
         self.console.say(f"worker {task.start.label} is added.")
+        task.restarts = task.quick = 0
         task.joins = True
         self._start_later(task, 0.0)
 
@@ -206,6 +157,7 @@ class ElasticSupervisor(TaskSupervisor):
         port = task.start.listener
         if port is not None and port in self._selector.get_map():
             self._selector.unregister(port)
+            refuse_waiting([port])
         super()._start(task)
 
     def _judge(self, task: Task, can_restart: bool) -> Verdict:
@@ -219,7 +171,7 @@ class ElasticSupervisor(TaskSupervisor):
             self._drop_waiting()
         tries = TRIES if task.start.host is not None and task.code == 255 else self.restarts
         left = tries - task.restarts if can_restart else 0
-        decided = verdict(task, self._tasks, left, self.min_workers)
+        decided = supervisor.verdict(task, self._tasks, left, self.min_workers)
         if task.code and decided is Verdict.GO_ON:
             self._say_end(task, "the others go on.", "worker ")
         return decided
@@ -227,17 +179,15 @@ class ElasticSupervisor(TaskSupervisor):
     def _start_again(self, task: Task) -> None:
         if time.monotonic() - task.since >= _STEADY_SECONDS:
             task.quick = 0
-        delay = restart_delay(task.quick)
+        delay = supervisor.restart_delay(task.quick)
         task.quick += 1
         task.joins = True
-        then = f"starting it again in {delay:g} s"
-        if task.code != PREEMPTED:
-            task.restarts += 1
-            then += f" ({max(0, self.restarts - task.restarts)} left)"
-        self._say_end(task, f"{then}.", "worker ")
+        task.restarts += task.code != PREEMPTED
+        left = max(0, self.restarts - task.restarts)
+        self._say_end(task, f"starting it again in {delay:g} s ({left} left).", "worker ")
         self._start_later(task, delay)
 
-    def _stop(self, outcome: JobEnd) -> None:
+    def _stop(self, outcome: supervisor.JobEnd) -> None:
         is_first = self._outcome is None
         super()._stop(outcome)
         # The long time to hand over is for workers that leave alone.

@@ -16,27 +16,20 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ndistribute import tracebacks
 from ndistribute.blas import cores
 from ndistribute.cluster.resolvers import seconds_of
-from ndistribute.launcher import commands, supervisor
+from ndistribute.launcher import commands, elastic, supervisor
 from ndistribute.launcher.commands import JOB_ID, MPIEXEC, Host, is_this_machine, ssh_command
 from ndistribute.launcher.doctor import blas_settings
-from ndistribute.launcher.elastic import (
-    HANDOVER_SECONDS,
-    TRIES,
-    ElasticSupervisor,
-    Spares,
-    places_on,
-    refuse_waiting,
-)
 from ndistribute.launcher.output import Console, Writer, exit_text, last_report
-from ndistribute.launcher.spare import spare_start
+from ndistribute.launcher.spare import Spares, spare_start
 from ndistribute.launcher.supervisor import JobEnd, Process, Start, TaskSupervisor, restart_delay
 from ndistribute.transport.listener import LISTEN_FD, listen
 
@@ -148,21 +141,27 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
         silence = 0.0 if mpi or options.is_local else commands.host_silence(environ)
         probes = [] if mpi else _probes(options, silence)
         signals = opened.enter_context(supervisor.signals_as_bytes())
-        begin = partial(Process, environ)
-        supervise = run_tasks = partial(
-            TaskSupervisor, begin, console, deadline, signals=signals, silence=silence
+        common: dict[str, Any] = {
+            "console": console,
+            "deadline": deadline,
+            "signals": signals,
+            "silence": silence,
+        }
+        supervise: Callable[..., TaskSupervisor] = partial(
+            TaskSupervisor, partial(Process, environ), **common
         )
+        run_tasks = supervise
         if options.min_workers:
-            run_tasks = _elastic(options, environ, listeners, supervise, opened)
+            run_tasks = _elastic(options, environ, listeners, opened, common)
         for attempt in range(again + 1):
             if attempt:
                 console.begin(attempt)
-                refuse_waiting(list(listeners.values()))
+                elastic.refuse_waiting(list(listeners.values()))
             if mpi:
                 starts = [_mpi_start(mpi, options, environ, *pipes)]
             else:
                 starts = _tasks(options, environ, listeners)  # With a new secret.
-            outcome = supervise(restarts=TRIES * len(probes)).run(probes if attempt else [])
+            outcome = supervise(restarts=elastic.TRIES * len(probes)).run(probes if attempt else [])
             if outcome.reason == "failed":
                 outcome = replace(outcome, reason="unreached")
             if outcome.reason == "done":
@@ -200,7 +199,7 @@ def _places(options: JobOptions) -> list[tuple[str, int, Host | None, str]]:
         tasks = [(kind, index) for kind, count in counts.items() for index in range(count)]
         return [(*task, None, f"127.0.0.1:PORT{rank}") for rank, task in enumerate(tasks)]
     places: list[tuple[str, int, Host | None, str]] = []
-    numbered = places_on(options.hosts)
+    numbered = elastic.places_on(options.hosts)
     slots = Counter(name for name, _ in numbered)
     for index, (host, slot) in enumerate(numbered):
         is_here = is_this_machine(host)
@@ -241,7 +240,7 @@ def _tasks(
             settings={**starts[rank].settings, **blas},
             host=host,
             listener=listeners.get(rank),
-            leaving=HANDOVER_SECONDS if options.min_workers else 0.0,
+            leaving=elastic.HANDOVER_SECONDS if options.min_workers else 0.0,
         )
     return starts
 
@@ -270,32 +269,22 @@ def _elastic(
     options: JobOptions,
     environ: Mapping[str, str],
     listeners: dict[int, socket.socket],
-    supervise: partial[TaskSupervisor],
     opened: contextlib.ExitStack,
-) -> partial[TaskSupervisor]:
-    """Return what supervises an elastic job; `supervise` has what all supervisors are given."""
+    common: Mapping[str, Any],
+) -> Callable[..., TaskSupervisor]:
+    """Return what makes the supervisor of an elastic job, given what is common to supervisors."""
 
     def start_all(hosts: tuple[Host, ...]) -> list[Start]:
         grown = replace(options, hosts=hosts)
         _listen(grown, listeners, opened)
         return _tasks(grown, environ, listeners)
 
-    _, console, deadline = supervise.args
-    spares = Spares(options.spares, environ, console.say)
+    names = "min_workers", "max_workers", "hosts", "hosts_file"
+    spares = Spares(options.spares, environ, common["console"].say)
     opened.callback(spares.close)
-    return partial(
-        ElasticSupervisor,
-        spares.begin,
-        console,
-        deadline,
-        **supervise.keywords,
-        min_workers=options.min_workers,
-        max_workers=options.max_workers,
-        hosts=options.hosts,
-        hosts_file=options.hosts_file,
-        start_all=start_all,
-        spares=spares,
-    )
+    special = {name: getattr(options, name) for name in names}
+    settings = {**common, **special, "start_all": start_all, "spares": spares}
+    return partial(elastic.ElasticSupervisor, spares.begin, **settings)
 
 
 def _mpi_start(

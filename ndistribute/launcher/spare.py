@@ -1,13 +1,14 @@
-"""A process that has imported NumPy and the package, and waits until a task needs it.
+"""Processes that have imported NumPy and the package, and wait until a task needs one.
 
 An import takes 0.6 s of processor time, which a worker that is started again need not wait for.
-`Spare` is the launcher's side, `main` that of the process. The script gets the `__main__`, the
+`Spares` is the launcher's side, `main` that of the process. The script gets the `__main__`, the
 arguments and the path that `python` gives it. The listener goes through the Unix socket that
 carries the settings: a spare started before a worker was added could not have inherited it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import json
 import os
@@ -16,33 +17,63 @@ import runpy
 import select
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ndistribute.launcher.supervisor import Process, Start
 from ndistribute.transport.listener import LISTEN_FD
 
-_OF_A_TASK = "TF_CONFIG"
-# The imports must look for modules where those of the script do. It binds no name in `__main__`.
+# The imports must look for modules where those of the script do. No name in `__main__` is left.
 _CODE = (
-    "if not __import__('sys').flags.safe_path: __import__('sys').path[0] = "
-    "__import__('sys').argv[1]\n"
+    "import sys; n = not sys.flags.safe_path; sys.path[:n] = sys.argv[1:1 + n]; del sys, n; "
     f"__import__({__name__!r}, fromlist=['main']).main()"
 )
 
 
 def spare_start(task: Start, fd: int = -1) -> Start:
     """Return what starts a spare for tasks that have the command and the settings of `task`."""
-    python, *command = task.argv
-    if command[0] == "-m":
+    python, script, *_ = task.argv
+    path = os.path.join(os.getcwd(), script)
+    if script == "-m":
         path = os.getcwd()
-    elif pkgutil.get_importer(command[0]) is not None:  # A folder, or an archive.
-        path = os.path.join(os.getcwd(), command[0])
-    else:
-        path = os.path.dirname(os.path.realpath(command[0]))
-    settings = {name: text for name, text in task.settings.items() if name != _OF_A_TASK}
-    argv = (python, "-c", _CODE, path, str(fd), *command)
+    elif pkgutil.get_importer(path) is None:  # No folder, and no archive.
+        path = os.path.dirname(os.path.realpath(path))
+    settings = {name: text for name, text in task.settings.items() if name != "TF_CONFIG"}
+    argv = (python, "-c", _CODE, path, str(fd), *task.argv[1:])
     return replace(task, label="spare", argv=argv, settings=settings, listener=None, inherited=[fd])
+
+
+class Spares:
+    """Starts tasks: those of this machine in processes that have imported in advance."""
+
+    def __init__(self, number: int, environ: Mapping[str, str], say: Callable[[str], None]) -> None:
+        self._number, self._environ, self._say = number, environ, say
+        self._waiting: list[Spare] = []
+
+    def begin(self, task: Start) -> Process:
+        """Return the process of a task: a spare's, or a new one."""
+        for spare in self._waiting:
+            if spare.fits(task) and not spare.has_ended():
+                self._waiting.remove(spare)
+                spare.become(task)
+                return spare
+        return Process(self._environ, task)
+
+    def fill(self, task: Start) -> None:
+        """Start spares for the settings of a task until there are enough."""
+        for spare in self._waiting[:]:
+            if spare.has_ended():  # The next one might end as well.
+                self._number -= 1
+                self._say(f"a spare ended by itself; {self._number} left.")
+            if spare.has_ended() or not spare.fits(task):
+                self._waiting.remove(spare)
+                spare.dismiss()
+        while len(self._waiting) < self._number:
+            self._waiting.append(Spare(self._environ, task))
+
+    def close(self) -> None:
+        for spare in self._waiting:
+            spare.dismiss()
 
 
 class Spare(Process):
@@ -55,32 +86,25 @@ class Spare(Process):
             super().__init__(environ, self._start)
 
     def fits(self, task: Start) -> bool:
-        """Return True if it waits, and has the settings of a task, but for those of its own."""
-        is_fit = task.host is None and self._start.settings.items() <= task.settings.items()
-        return is_fit and not self.has_ended()
+        """Return True if it has the settings of a task, but for those of that task alone."""
+        return task.host is None and self._start.settings.items() <= task.settings.items()
 
     def has_ended(self) -> bool:
         return bool(select.select([self.done], [], [], 0)[0])
 
-    def become(self, task: Start) -> bool:
-        """Run a task; return False if the process has ended."""
+    def become(self, task: Start) -> None:
+        """Run a task; if the process ends at this moment, it is the task's end."""
         fds = [] if task.listener is None else [task.listener.fileno()]
-        try:
-            with self._socket:
-                # The end of the stream ends the settings.
-                socket.send_fds(self._socket, [json.dumps(dict(task.settings)).encode()], fds)
-        except OSError:
-            return False
+        with self._socket, contextlib.suppress(OSError):
+            # The end of the stream ends the settings.
+            socket.send_fds(self._socket, [json.dumps(dict(task.settings)).encode()], fds)
         self.outputs = [(fd, task.label, stream) for fd, _, stream in self.outputs]
-        return True
 
-    def dismiss(self) -> int:
-        """End the process, and return its exit code."""
+    def dismiss(self) -> None:
         self._socket.close()
         self.hang_up()
-        code = self.code()
+        self.code()
         self.close()
-        return code
 
 
 def main() -> None:
@@ -98,7 +122,7 @@ def main() -> None:
         os.environ[LISTEN_FD] = str(listener)
     sys.orig_argv[:] = [sys.executable, *command]
     try:
-        _run(command)
+        _run(*command)
     except Exception as error:
         # Printed as Python does, but without the lines of this file.
         trace = error.__traceback__
@@ -108,17 +132,17 @@ def main() -> None:
         sys.exit(1)
 
 
-def _run(command: Sequence[str]) -> None:
-    if command[0] == "-m":
-        sys.argv[:] = ["-m", *command[2:]]
-        runpy._run_module_as_main(command[1])  # type: ignore[attr-defined]
-        return
-    sys.argv[:] = command
-    if pkgutil.get_importer(command[0]) is not None:
+def _run(script: str, *arguments: str) -> None:
+    sys.argv[:] = script, *arguments
+    path = os.path.join(os.getcwd(), script)  # As Python does, without making it shorter.
+    if script == "-m":
+        sys.argv.pop(1)
+        runpy._run_module_as_main(arguments[0])  # type: ignore[attr-defined]
+    elif pkgutil.get_importer(path) is not None:
         runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
-        return
-    path = os.path.join(os.getcwd(), command[0])  # As Python does, without making it shorter.
-    loader = importlib.machinery.SourceFileLoader("__main__", path)
-    namespace = sys.modules["__main__"].__dict__
-    namespace |= {"__file__": path, "__cached__": None, "__loader__": loader}
-    exec(compile(loader.get_data(path), path, "exec", dont_inherit=True), namespace)  # noqa: S102
+    else:
+        loader = importlib.machinery.SourceFileLoader("__main__", path)
+        namespace = sys.modules["__main__"].__dict__
+        namespace |= {"__file__": path, "__cached__": None, "__loader__": loader}
+        code = compile(loader.get_data(path), path, "exec", dont_inherit=True)
+        exec(code, namespace)  # noqa: S102 (the user's script)
