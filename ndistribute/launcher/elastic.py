@@ -134,7 +134,7 @@ class ElasticSupervisor(TaskSupervisor):
                     self._add(task)
             elif index not in stay and not task.removed:
                 task.removed = True
-                self.console.say(f"worker {index} is removed: its host has no place for it.")
+                self.console.say(f"{task.start.name} is removed: its host has no place for it.")
                 task.code = PREEMPTED if task.running is None else task.code
                 self._ask_to_end(task)
         for start in starts[len(self._tasks) :]:
@@ -142,7 +142,7 @@ class ElasticSupervisor(TaskSupervisor):
             self._add(self._tasks[-1])
 
     def _add(self, task: Task) -> None:
-        self.console.say(f"worker {task.start.label} is added.")
+        self.console.say(f"{task.start.name} is added.")
         task.restarts = task.quick = 0
         task.joins = True
         self._start_later(task, 0.0)
@@ -173,7 +173,7 @@ class ElasticSupervisor(TaskSupervisor):
         left = tries - task.restarts if can_restart else 0
         decided = supervisor.verdict(task, self._tasks, left, self.min_workers)
         if task.code and decided is Verdict.GO_ON:
-            self._say_end(task, "the others go on.", "worker ")
+            self._say_end(task, "the others go on.")
         return decided
 
     def _start_again(self, task: Task) -> None:
@@ -184,7 +184,7 @@ class ElasticSupervisor(TaskSupervisor):
         task.joins = True
         task.restarts += task.code != PREEMPTED
         left = max(0, self.restarts - task.restarts)
-        self._say_end(task, f"starting it again in {delay:g} s ({left} left).", "worker ")
+        self._say_end(task, f"starting it again in {delay:g} s ({left} left).")
         self._start_later(task, delay)
 
     def _stop(self, outcome: supervisor.JobEnd) -> None:

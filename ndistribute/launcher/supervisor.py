@@ -57,6 +57,11 @@ class Start:
     inherited: Sequence[int] = ()  # More descriptors that it inherits under their numbers.
 
     @property
+    def name(self) -> str:
+        """What messages call it; a worker without servers has its index alone as its label."""
+        return f"worker {self.label}" if self.label.isdigit() else self.label
+
+    @property
     def grace(self) -> float:
         return max(self.saving, self.leaving, reaper.GRACE_SECONDS)
 
@@ -280,10 +285,10 @@ class TaskSupervisor:
         self._say_end(task, f"starting it again in {delay:g} s ({self.restarts} left).")
         self._start_later(task, delay)
 
-    def _say_end(self, task: Task, then: str, kind: str = "") -> None:
+    def _say_end(self, task: Task, then: str) -> None:
         host = "" if task.start.host is None else task.start.host.name
         why = exit_text(task.code or 0, host, self.silence)
-        self.console.say(f"{kind}{task.start.label} ended ({why}); {then}")
+        self.console.say(f"{task.start.name} ended ({why}); {then}")
 
     def _start_later(self, task: Task, delay: float) -> None:
         self.console.forget(task.start.label)
