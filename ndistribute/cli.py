@@ -13,11 +13,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from pkgutil import get_importer
 
 from ndistribute.errors import DistributeError
 from ndistribute.launcher.commands import Host, assign, is_this_machine, parse_hosts
 from ndistribute.launcher.elastic import RESTARTS
-from ndistribute.launcher.launch import DEFAULT_PORT, JobOptions, dry_run, launch
+from ndistribute.launcher.job import DEFAULT_PORT, JobOptions
+from ndistribute.launcher.launch import dry_run, launch
 from ndistribute.version import __version__
 
 _USAGE_ERROR = 2
@@ -87,13 +89,15 @@ def job_options(options: argparse.Namespace) -> JobOptions:
     _check_elastic(options)
     hosts = _hosts(options)
     if options.elastic:
+        options.min_workers = 1 if options.min_workers is None else options.min_workers
+        options.spares = options.spares or 0
         _check_places(options, hosts, command[0])
     values = {
         **vars(options),
         "command": ("-m", *command) if options.module else tuple(command),
         "hosts": tuple(hosts),
         "servers": options.servers or 0,
-        "min_workers": (options.min_workers or 1) if options.elastic else 0,
+        "min_workers": options.min_workers or 0,
         "spares": options.spares or 0,
         "hosts_file": options.hostfile if options.elastic else None,
     }
@@ -134,37 +138,34 @@ def _check_servers(options: argparse.Namespace) -> None:
 
 def _check_elastic(options: argparse.Namespace) -> None:
     """Raise ValueError if options contradict ``--elastic``, or need it."""
-    least, most = options.min_workers, options.max_workers
-    numbers = {"--min-workers": least, "--max-workers": most, "--spares": options.spares}
-    for name, value in numbers.items():
-        if value is not None and not options.elastic:
-            raise ValueError(f"{name} is for jobs whose workers come and go: add --elastic.")
-        if value is not None and value < (name != "--spares"):
-            raise ValueError(f"{name} must be {int(name != '--spares')} or more, got {value}.")
-    if options.elastic and options.mpi:
-        raise ValueError("--elastic needs TCP, as MPI ends all ranks with one: remove --mpi.")
-    if options.elastic and options.servers is not None:
+    for name in ("min_workers", "max_workers", "spares"):
+        if getattr(options, name) is not None and not options.elastic:
+            what = f"--{name.replace('_', '-')} is for jobs whose workers come and go:"
+            raise ValueError(f"{what} add --elastic.")
+    if options.elastic and (options.mpi or options.servers is not None):
         raise ValueError(
-            "--elastic is for workers without servers. Beside servers, a task that fails is "
-            "started again alone anyway: replace --elastic by --max-restarts 5."
+            "--elastic starts workers alone, without MPI: MPI ends all ranks with one, and beside "
+            "servers --max-restarts starts each task again. Remove --elastic, or --mpi or --ps."
         )
 
 
 def _check_places(options: argparse.Namespace, hosts: list[Host], script: str) -> None:
     """Raise ValueError if an elastic job does not fit its hosts, or its spares the workers."""
     workers = sum(host.slots for host in hosts)
-    least, most = options.min_workers or 1, options.max_workers or workers
-    if not least <= workers <= most:
-        what = f"The job starts {workers} workers, and must have {least} to {most} of them:"
-        raise ValueError(f"{what} change -n or the hosts, --min-workers or --max-workers.")
-    others = [host.name for host in hosts if not is_this_machine(host.name)]
-    if options.spares and others:
+    least, most = options.min_workers, options.max_workers or workers
+    if not 1 <= least <= workers <= most:
         raise ValueError(
-            f"--spares wait on this machine only, and the job has workers on {others[0]}: remove "
-            "--spares, or run the launcher with a hosts file of this machine alone."
+            f"The job starts {workers} workers, of which it needs {least} to {most}: change -n or "
+            "the hosts, --min-workers (1 or more) or --max-workers."
         )
-    if options.spares and script.startswith("-"):
-        raise ValueError(f"--spares run a script, or a module after -m, and not python {script}.")
+    others = [host.name for host in hosts if not is_this_machine(host.name)]
+    if options.spares < 0 or (options.spares and others):
+        raise ValueError(
+            f"--spares {options.spares} wait on this machine, for workers on this machine alone: "
+            f"pass 0 or more, and no {others[0] if others else 'negative number'}."
+        )
+    if options.spares and (script.startswith("-") or get_importer(script) is not None):
+        raise ValueError(f"--spares run a file, or a module after -m: {script!r} is neither.")
 
 
 def _hosts(options: argparse.Namespace) -> list[Host]:

@@ -33,18 +33,18 @@ BUDGETS = {
     "estimator": 1470,
     "graph": 4703,
     "jit": 1652,
-    "launcher": 1478,
+    "launcher": 1813,
     "models": 7175,
     "optimizers": 1019,
     "parameter_server": 1595,
     "strategies": 1334,
     "task": 296,
-    "top level": 3057,
+    "top level": 3112,
     "transport": 1992,
     "variables": 1140,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 39196
+TESTS_BUDGET = 39583
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -12,12 +12,13 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from ndistribute.launcher import reaper, supervisor
 from ndistribute.launcher.commands import Host, parse_hosts
+from ndistribute.launcher.job import JobOptions
 from ndistribute.launcher.spare import Spares
 from ndistribute.launcher.supervisor import PREEMPTED, Start, Task, TaskSupervisor, Verdict
 
@@ -80,20 +81,15 @@ def refuse_waiting(ports: Sequence[socket.socket]) -> None:
 class ElasticSupervisor(TaskSupervisor):
     """A job whose workers come and go; `restarts` counts for each worker."""
 
-    min_workers: int
-    # Returns how each worker is started; the hosts are those that were ever named, in the order of
-    # the workers' indexes.
-    start_all: Callable[[tuple[Host, ...]], list[Start]]
-    hosts: tuple[Host, ...] = ()
-    max_workers: int | None = None
-    hosts_file: Path | None = None  # It is watched.
+    options: JobOptions  # Its hosts are those that were ever named, in the order of the indexes.
+    start_all: Callable[[JobOptions], list[Start]]  # Returns how each worker is started.
     spares: Spares | None = None
     _texts: list[str] = field(default_factory=list)  # The hosts' file as followed, and as seen.
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.hosts_file is not None:
-            self._texts = [self.hosts_file.read_text()] * 2
+        if self.options.hosts_file is not None:
+            self._texts = [self.options.hosts_file.read_text()] * 2
         self._due[self._look] = time.monotonic() + _LOOK_SECONDS
 
     def _look(self) -> None:
@@ -105,8 +101,8 @@ class ElasticSupervisor(TaskSupervisor):
             newest = max(self._tasks, key=lambda task: (task.start.host is None, task.since))
             self.spares.fill(newest.start)
         with contextlib.suppress(OSError):  # An editor may be replacing it.
-            if self.hosts_file is not None:
-                self._follow(self.hosts_file, self.hosts_file.read_text())
+            if (path := self.options.hosts_file) is not None:
+                self._follow(path, path.read_text())
 
     def _follow(self, path: Path, text: str) -> None:
         followed, seen = self._texts
@@ -121,12 +117,13 @@ class ElasticSupervisor(TaskSupervisor):
     def _change(self, hosts: Sequence[Host]) -> None:
         """Remove, bring back and add workers."""
         present = [index for index, task in enumerate(self._tasks) if not task.removed]
-        stay, new = replan(places_on(self.hosts), present, hosts, self.max_workers)
-        if len(stay) + len(new) < self.min_workers:
-            raise ValueError(f"it has fewer places than --min-workers {self.min_workers}.")
-        grown = (*self.hosts, *(Host(name, 1) for name, _ in new))
+        known = self.options.hosts
+        stay, new = replan(places_on(known), present, hosts, self.options.max_workers)
+        if len(stay) + len(new) < self.options.min_workers:
+            raise ValueError(f"it has fewer places than --min-workers {self.options.min_workers}.")
+        grown = replace(self.options, hosts=(*known, *(Host(name, 1) for name, _ in new)))
         starts = self.start_all(grown)
-        self.hosts = grown
+        self.options = grown
         for index, task in enumerate(self._tasks):
             if task.removed and index in stay:
                 task.removed = False
@@ -152,7 +149,7 @@ class ElasticSupervisor(TaskSupervisor):
         if task not in self._tasks or task.removed or task.running is not None:
             return
         if task.joins:  # It may find the job only by the addresses of workers that were added.
-            task.start = self.start_all(self.hosts)[self._tasks.index(task)]
+            task.start = self.start_all(self.options)[self._tasks.index(task)]
         task.since = time.monotonic()
         port = task.start.listener
         if port is not None and port in self._selector.get_map():
@@ -171,7 +168,7 @@ class ElasticSupervisor(TaskSupervisor):
             self._drop_waiting()
         tries = TRIES if task.start.host is not None and task.code == 255 else self.restarts
         left = tries - task.restarts if can_restart else 0
-        decided = supervisor.verdict(task, self._tasks, left, self.min_workers)
+        decided = supervisor.verdict(task, self._tasks, left, self.options.min_workers)
         if task.code and decided is Verdict.GO_ON:
             self._say_end(task, "the others go on.")
         return decided

@@ -17,10 +17,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ndistribute import tracebacks
 from ndistribute.blas import cores
@@ -28,56 +27,16 @@ from ndistribute.cluster.resolvers import seconds_of
 from ndistribute.launcher import commands, elastic, supervisor
 from ndistribute.launcher.commands import JOB_ID, MPIEXEC, Host, is_this_machine, ssh_command
 from ndistribute.launcher.doctor import blas_settings
+from ndistribute.launcher.job import JobOptions
 from ndistribute.launcher.output import Console, Writer, exit_text, last_report
 from ndistribute.launcher.spare import Spares, spare_start
 from ndistribute.launcher.supervisor import JobEnd, Process, Start, TaskSupervisor, restart_delay
 from ndistribute.transport.listener import LISTEN_FD, listen
 
-# Below the ports of outgoing connections on Linux; used only if there are several hosts.
-DEFAULT_PORT = 23_450
 _SNAPSHOT_DIR = "NDISTRIBUTE_SNAPSHOT_DIR"
 _SECRET = "NDISTRIBUTE_SECRET"
 # Variables of a surrounding job; each process gets its own.
 _OURS = ("TF_CONFIG", LISTEN_FD)
-
-
-@dataclass(frozen=True)
-class JobOptions:
-    """The options of a job."""
-
-    command: tuple[str, ...]  # The interpreter's arguments: a script, or ``-m`` and a module.
-    hosts: tuple[Host, ...]  # The hosts, and the number of workers on each.
-    servers: int = 0  # Parameter servers; with them, all tasks are on this machine.
-    chief: bool = False  # Whether a chief runs the script too.
-    mpi: bool = False
-    port: int = DEFAULT_PORT  # The first port on each of several hosts.
-    # Of the whole job; with servers, of single tasks; if the job is elastic, of each worker.
-    max_restarts: int = 0
-    log_dir: Path | None = None
-    timeout: float | None = None  # Seconds after which the job is stopped.
-    snapshot_dir: Path | None = None
-    snapshot_seconds: float | None = None
-    durable: bool = False  # Servers log each update there before they acknowledge it.
-    verbose: bool = False  # Whole tracebacks, and that of the first failure again at the end.
-    min_workers: int = 0  # With which an elastic job goes on; 0: the job is not elastic.
-    max_workers: int | None = None  # None: as many as the hosts take.
-    spares: int = 0  # Processes that have imported in advance.
-    hosts_file: Path | None = None  # Watched: workers are added and removed.
-
-    @property
-    def processes(self) -> int:
-        return self.servers + self.chief + sum(host.slots for host in self.hosts)
-
-    @property
-    def is_local(self) -> bool:
-        """Whether no other host will ever take part."""
-        here = all(is_this_machine(host.name) for host in self.hosts)
-        return here and self.hosts_file is None
-
-    @property
-    def sharing(self) -> int:
-        """The number of workers that share the cores of this machine, at least 1."""
-        return max(1, sum(host.slots for host in self.hosts if is_this_machine(host.name)))
 
 
 def job_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -141,18 +100,13 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
         silence = 0.0 if mpi or options.is_local else commands.host_silence(environ)
         probes = [] if mpi else _probes(options, silence)
         signals = opened.enter_context(supervisor.signals_as_bytes())
-        common: dict[str, Any] = {
-            "console": console,
-            "deadline": deadline,
-            "signals": signals,
-            "silence": silence,
-        }
-        supervise: Callable[..., TaskSupervisor] = partial(
-            TaskSupervisor, partial(Process, environ), **common
+        begin = partial(Process, environ)
+        supervise = partial(
+            TaskSupervisor, begin, console, deadline, signals=signals, silence=silence
         )
-        run_tasks = supervise
+        run_tasks: Callable[..., TaskSupervisor] = supervise
         if options.min_workers:
-            run_tasks = _elastic(options, environ, listeners, opened, common)
+            run_tasks = _elastic(options, environ, listeners, opened, supervise)
         for attempt in range(again + 1):
             if attempt:
                 console.begin(attempt)
@@ -270,21 +224,20 @@ def _elastic(
     environ: Mapping[str, str],
     listeners: dict[int, socket.socket],
     opened: contextlib.ExitStack,
-    common: Mapping[str, Any],
+    supervise: partial[TaskSupervisor],
 ) -> Callable[..., TaskSupervisor]:
-    """Return what makes the supervisor of an elastic job, given what is common to supervisors."""
+    """Return what makes the supervisor of an elastic job, given what makes any other one."""
 
-    def start_all(hosts: tuple[Host, ...]) -> list[Start]:
-        grown = replace(options, hosts=hosts)
+    def start_all(grown: JobOptions) -> list[Start]:
         _listen(grown, listeners, opened)
         return _tasks(grown, environ, listeners)
 
-    names = "min_workers", "max_workers", "hosts", "hosts_file"
-    spares = Spares(options.spares, environ, common["console"].say)
+    _, console, deadline = supervise.args
+    spares = Spares(options.spares, environ, console.say)
     opened.callback(spares.close)
-    special = {name: getattr(options, name) for name in names}
-    settings = {**common, **special, "start_all": start_all, "spares": spares}
-    return partial(elastic.ElasticSupervisor, spares.begin, **settings)
+    special = {"options": options, "start_all": start_all, "spares": spares}
+    make = partial(elastic.ElasticSupervisor, spares.begin, console, deadline)
+    return partial(make, **supervise.keywords, **special)
 
 
 def _mpi_start(

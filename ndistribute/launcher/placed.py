@@ -24,6 +24,7 @@ from typing import Any, TypedDict
 from ndistribute.errors import DistributeError, WorkerLostError
 from ndistribute.launcher.commands import JOB_ID
 from ndistribute.launcher.elastic import RESTARTS, ElasticSupervisor
+from ndistribute.launcher.job import JobOptions
 from ndistribute.launcher.launch import job_environment, task_starts
 from ndistribute.launcher.output import Console, Writer, exit_text, last_report
 from ndistribute.launcher.supervisor import Process, Start, TaskSupervisor, restart_delay
@@ -168,9 +169,10 @@ def run_job(
             begin = partial(_Placed, environ, placed, calls, work, bool(least))
             supervisor = TaskSupervisor(begin, console, deadline, alone)
             if least:
-                again_as = partial(_as_before, starts)
+                limits = JobOptions((), (), min_workers=least)
+                same = partial(_as_before, starts)
                 supervisor = ElasticSupervisor(
-                    begin, console, deadline, alone, min_workers=least, start_all=again_as
+                    begin, console, deadline, alone, options=limits, start_all=same
                 )
             outcome = supervisor.run(starts, restart_delay(attempt - 1))
         if outcome.reason == "timeout":
@@ -184,7 +186,7 @@ def run_job(
         console.say(f"{outcome.label} failed: all start again ({attempt} of {again}).")
 
 
-def _as_before(starts: list[Start], hosts: object) -> list[Start]:
+def _as_before(starts: list[Start], options: JobOptions) -> list[Start]:
     return starts
 
 

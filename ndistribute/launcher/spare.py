@@ -12,7 +12,6 @@ import contextlib
 import importlib.machinery
 import json
 import os
-import pkgutil
 import runpy
 import select
 import socket
@@ -33,11 +32,7 @@ _CODE = (
 def spare_start(task: Start, fd: int = -1) -> Start:
     """Return what starts a spare for tasks that have the command and the settings of `task`."""
     python, script, *_ = task.argv
-    path = os.path.join(os.getcwd(), script)
-    if script == "-m":
-        path = os.getcwd()
-    elif pkgutil.get_importer(path) is None:  # No folder, and no archive.
-        path = os.path.dirname(os.path.realpath(path))
+    path = os.getcwd() if script == "-m" else os.path.dirname(os.path.realpath(script))
     settings = {name: text for name, text in task.settings.items() if name != "TF_CONFIG"}
     argv = (python, "-c", _CODE, path, str(fd), *task.argv[1:])
     return replace(task, label="spare", argv=argv, settings=settings, listener=None, inherited=[fd])
@@ -102,7 +97,8 @@ class Spare(Process):
 
     def dismiss(self) -> None:
         self._socket.close()
-        self.hang_up()
+        self.ask_to_end()
+        self.hang_up()  # At once.
         self.code()
         self.close()
 
@@ -134,15 +130,13 @@ def main() -> None:
 
 def _run(script: str, *arguments: str) -> None:
     sys.argv[:] = script, *arguments
-    path = os.path.join(os.getcwd(), script)  # As Python does, without making it shorter.
     if script == "-m":
-        sys.argv.pop(1)
+        del sys.argv[1]
         runpy._run_module_as_main(arguments[0])  # type: ignore[attr-defined]
-    elif pkgutil.get_importer(path) is not None:
-        runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
-    else:
-        loader = importlib.machinery.SourceFileLoader("__main__", path)
-        namespace = sys.modules["__main__"].__dict__
-        namespace |= {"__file__": path, "__cached__": None, "__loader__": loader}
-        code = compile(loader.get_data(path), path, "exec", dont_inherit=True)
-        exec(code, namespace)  # noqa: S102 (the user's script)
+        return
+    path = os.path.join(os.getcwd(), script)  # As Python does, without making it shorter.
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    namespace = sys.modules["__main__"].__dict__
+    namespace |= {"__file__": path, "__cached__": None, "__loader__": loader}
+    code = compile(loader.get_data(path), path, "exec", dont_inherit=True)
+    exec(code, namespace)  # noqa: S102 (the user's script)
