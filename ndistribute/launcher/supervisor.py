@@ -364,7 +364,9 @@ class Process:
             env |= start.settings
         else:
             cmd = commands.ssh_command(start.host.name, commands.host_silence(environ))
-            script = commands.remote_script(start.argv, start.settings, environ, start.host.slots)
+            alone = (f"-{start.label}", start.grace) if start.leaving else ()
+            sharing = start.host.slots
+            script = commands.remote_script(start.argv, start.settings, environ, sharing, *alone)
         if start.listener is not None:
             fds.append(start.listener.fileno())
             env[LISTEN_FD] = str(fds[-1])
