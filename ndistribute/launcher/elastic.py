@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from ndistribute.launcher import reaper, supervisor
+from ndistribute.launcher import supervisor
 from ndistribute.launcher.commands import Host, parse_hosts
 from ndistribute.launcher.job import JobOptions
 from ndistribute.launcher.spare import Spares
@@ -183,11 +183,3 @@ class ElasticSupervisor(TaskSupervisor):
         left = max(0, self.restarts - task.restarts)
         self._say_end(task, f"starting it again in {delay:g} s ({left} left).")
         self._start_later(task, delay)
-
-    def _stop(self, outcome: supervisor.JobEnd) -> None:
-        is_first = self._outcome is None
-        super()._stop(outcome)
-        # The long time to hand over is for workers that leave alone.
-        for task in self._tasks if is_first else ():
-            if task.running is not None and task.code is None:
-                self._due[task.running.hang_up] = time.monotonic() + reaper.GRACE_SECONDS

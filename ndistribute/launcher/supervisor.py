@@ -329,6 +329,8 @@ class TaskSupervisor:
         self._due = {self._tell_of_savers: time.monotonic() + reaper.GRACE_SECONDS}
         for task in self._tasks:
             self._ask_to_end(task)
+            if task.start.leaving and task.running is not None:  # That time is for one alone.
+                self._due[task.running.hang_up] = time.monotonic() + reaper.GRACE_SECONDS
 
     def _ask_to_end(self, task: Task) -> None:
         if task.running is not None and task.code is None:
