@@ -33,7 +33,7 @@ BUDGETS = {
     "estimator": 1470,
     "graph": 4703,
     "jit": 1652,
-    "launcher": 1813,
+    "launcher": 1818,
     "models": 7175,
     "optimizers": 1019,
     "parameter_server": 1595,
@@ -44,7 +44,7 @@ BUDGETS = {
     "variables": 1140,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 39583
+TESTS_BUDGET = 39625
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -31,6 +31,14 @@ def release(*ranks):
     for other in ranks:
         connect("worker", other).close()
 
+def refused(job, index, then=lambda: None):
+    with connect(job, index) as waiting:
+        then()
+        try:
+            assert waiting.recv(1) == b""
+        except ConnectionResetError:
+            pass
+
 def wait_for_release():
     own_socket().accept()[0].close()
 
@@ -77,12 +85,7 @@ elif rank == 1:
     release(0, 2)
 elif rank == 0:
     peer = own.accept()[0]
-    waiting = connect("worker", 1)
-    peer.sendall(b"go")
-    try:
-        assert waiting.recv(1) == b""
-    except ConnectionResetError:
-        pass
+    refused("worker", 1, lambda: peer.sendall(b"go"))
     print("refused")
 if rank != 1:
     own.accept()
@@ -119,8 +122,9 @@ if rank == 1:
     print("try")
     connect("worker", 0)
     sys.exit(3)
-with own_socket() as own:
-    others = [own.accept() for _ in range(2)]
+own = own_socket()
+others = [own.accept() for _ in range(2)]
+refused("worker", 1)
 """)
     done = run("run", "--elastic", "-n", "2", "--max-restarts", "1", path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -145,12 +149,10 @@ def test_fewer_workers_than_the_least_end_the_job(script, tmp_path):
 def test_what_a_worker_writes_after_the_others_have_ended_is_waited_for(script, tmp_path):
     path = script("""
 if rank == 1:
+    peer = connect("worker", 0)
     sys.exit(0)
-pid = int(next(Path("/proc").glob("self")).resolve().name)
-parent = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1]
-children = Path(f"/proc/{parent}/task/{parent}/children")
-while len(children.read_text().split()) > 1:
-    time.sleep(0.01)
+own_socket().accept()[0].recv(1)  # Until worker 1 has ended.
+refused("worker", 1)  # The launcher knows it.
 print("saved")
 """)
     done = run("run", "--elastic", "-n", "2", path, cwd=tmp_path)
