@@ -89,16 +89,13 @@ def job_options(options: argparse.Namespace) -> JobOptions:
     _check_elastic(options)
     hosts = _hosts(options)
     if options.elastic:
-        options.min_workers = 1 if options.min_workers is None else options.min_workers
-        options.spares = options.spares or 0
         _check_places(options, hosts, command[0])
     values = {
         **vars(options),
         "command": ("-m", *command) if options.module else tuple(command),
         "hosts": tuple(hosts),
         "servers": options.servers or 0,
-        "min_workers": options.min_workers or 0,
-        "spares": options.spares or 0,
+        "min_workers": (options.min_workers or 1) if options.elastic else 0,
         "hosts_file": options.hostfile if options.elastic else None,
     }
     return JobOptions(**{field.name: values[field.name] for field in fields(JobOptions)})
@@ -138,10 +135,9 @@ def _check_servers(options: argparse.Namespace) -> None:
 
 def _check_elastic(options: argparse.Namespace) -> None:
     """Raise ValueError if options contradict ``--elastic``, or need it."""
-    for name in ("min_workers", "max_workers", "spares"):
-        if getattr(options, name) is not None and not options.elastic:
-            what = f"--{name.replace('_', '-')} is for jobs whose workers come and go:"
-            raise ValueError(f"{what} add --elastic.")
+    if not options.elastic and (options.min_workers or options.max_workers or options.spares):
+        what = "--min-workers, --max-workers and --spares are for jobs whose workers come and go:"
+        raise ValueError(f"{what} add --elastic.")
     if options.elastic and (options.mpi or options.servers is not None):
         raise ValueError(
             "--elastic starts workers alone, without MPI: MPI ends all ranks with one, and beside "
@@ -152,11 +148,11 @@ def _check_elastic(options: argparse.Namespace) -> None:
 def _check_places(options: argparse.Namespace, hosts: list[Host], script: str) -> None:
     """Raise ValueError if an elastic job does not fit its hosts, or its spares the workers."""
     workers = sum(host.slots for host in hosts)
-    least, most = options.min_workers, options.max_workers or workers
+    least, most = options.min_workers or 1, options.max_workers or workers
     if not 1 <= least <= workers <= most:
         raise ValueError(
             f"The job starts {workers} workers, of which it needs {least} to {most}: change -n or "
-            "the hosts, --min-workers (1 or more) or --max-workers."
+            "the hosts, --min-workers or --max-workers."
         )
     others = [host.name for host in hosts if not is_this_machine(host.name)]
     if options.spares < 0 or (options.spares and others):
@@ -179,7 +175,7 @@ def _hosts(options: argparse.Namespace) -> list[Host]:
         most = options.max_workers and min(options.max_workers, room)
         return assign(hosts, options.processes if options.processes is not None else most)
     if options.processes is None and options.elastic:
-        options.processes = options.max_workers or options.min_workers
+        options.processes = options.max_workers or options.min_workers or None
     if options.servers is not None:
         return [Host("localhost", options.workers)]
     if options.processes is None:
@@ -216,10 +212,11 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--max-restarts", type=int, metavar="K", help=restarts)
     go_on = "a worker that ends is started again, and the others go on"
     run.add_argument("--elastic", action="store_true", help=go_on)
-    run.add_argument("--min-workers", type=int, metavar="N", help="end the job with fewer (1)")
+    fewest = "end the job with fewer (1)"
+    run.add_argument("--min-workers", type=int, default=0, metavar="N", help=fewest)
     run.add_argument("--max-workers", type=int, metavar="N", help="start no more")
     in_advance = "processes that have imported in advance, for workers that are started again"
-    run.add_argument("--spares", type=int, metavar="N", help=in_advance)
+    run.add_argument("--spares", type=int, default=0, metavar="N", help=in_advance)
     run.add_argument("--log-dir", type=Path, metavar="DIR", help="write output files here")
     run.add_argument("--timeout", type=float, metavar="S", help="stop the job after S seconds")
     run.add_argument("--verbose", action="store_true", help="print whole tracebacks")

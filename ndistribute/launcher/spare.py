@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from ndistribute.launcher.output import exit_text
 from ndistribute.launcher.supervisor import Process, Start
 from ndistribute.transport.listener import LISTEN_FD
 
@@ -59,7 +60,8 @@ class Spares:
         for spare in self._waiting[:]:
             if spare.has_ended():  # The next one might end as well.
                 self._number -= 1
-                self._say(f"a spare ended by itself; {self._number} left.")
+                why = exit_text(spare.code())
+                self._say(f"a spare ended by itself ({why}); {self._number} left.")
             if spare.has_ended() or not spare.fits(task):
                 self._waiting.remove(spare)
                 spare.dismiss()

@@ -247,7 +247,7 @@ def test_a_spare_that_ends_by_itself_is_named_and_not_replaced(script, tmp_path,
     path = script("os.kill(wait_for_spare(), signal.SIGKILL)\nwait()")
     monkeypatch.chdir(tmp_path)
     with started("run", "--elastic", "-n", "1", "--spares", "1", path.name) as job:
-        assert "a spare ended by itself; 0 left." in wait_for_line(job.stderr, "spare")
+        assert "a spare ended by itself (signal 9); 0 left." in wait_for_line(job.stderr, "spare")
         job.terminate()
         assert job.wait(HANG_SECONDS) == 128 + signal.SIGTERM
 
