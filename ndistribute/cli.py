@@ -13,10 +13,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from pkgutil import get_importer
 
 from ndistribute.errors import DistributeError
-from ndistribute.launcher.commands import Host, assign, parse_hosts
-from ndistribute.launcher.launch import DEFAULT_PORT, JobOptions, dry_run, launch
+from ndistribute.launcher.commands import Host, assign, is_this_machine, parse_hosts
+from ndistribute.launcher.elastic import RESTARTS
+from ndistribute.launcher.job import DEFAULT_PORT, JobOptions
+from ndistribute.launcher.launch import dry_run, launch
 from ndistribute.version import __version__
 
 _USAGE_ERROR = 2
@@ -76,16 +79,24 @@ def job_options(options: argparse.Namespace) -> JobOptions:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         raise ValueError("the script is missing: ndistribute run -n 2 script.py")
+    if options.max_restarts is None:
+        options.max_restarts = RESTARTS if options.elastic else 0
     if options.max_restarts < 0:
         raise ValueError(f"--max-restarts must be 0 or more, got {options.max_restarts}.")
     if options.timeout is not None and options.timeout <= 0:
         raise ValueError(f"--timeout must be more than 0 seconds, got {options.timeout}.")
     _check_servers(options)
+    _check_elastic(options)
+    hosts = _hosts(options)
+    if options.elastic:
+        _check_places(options, hosts, command[0])
     values = {
         **vars(options),
         "command": ("-m", *command) if options.module else tuple(command),
-        "hosts": tuple(_hosts(options)),
+        "hosts": tuple(hosts),
         "servers": options.servers or 0,
+        "min_workers": (options.min_workers or 1) if options.elastic else 0,
+        "hosts_file": options.hostfile if options.elastic else None,
     }
     return JobOptions(**{field.name: values[field.name] for field in fields(JobOptions)})
 
@@ -122,11 +133,49 @@ def _check_servers(options: argparse.Namespace) -> None:
         raise ValueError("--durable needs a directory for the log of updates: --snapshot-dir DIR.")
 
 
+def _check_elastic(options: argparse.Namespace) -> None:
+    """Raise ValueError if options contradict ``--elastic``, or need it."""
+    if not options.elastic and (options.min_workers or options.max_workers or options.spares):
+        what = "--min-workers, --max-workers and --spares are for jobs whose workers come and go:"
+        raise ValueError(f"{what} add --elastic.")
+    if options.elastic and (options.mpi or options.servers is not None):
+        raise ValueError(
+            "--elastic starts workers alone, without MPI: MPI ends all ranks with one, and beside "
+            "servers --max-restarts starts each task again. Remove --elastic, or --mpi or --ps."
+        )
+
+
+def _check_places(options: argparse.Namespace, hosts: list[Host], script: str) -> None:
+    """Raise ValueError if an elastic job does not fit its hosts, or its spares the workers."""
+    workers = sum(host.slots for host in hosts)
+    least, most = options.min_workers or 1, options.max_workers or workers
+    if not 1 <= least <= workers <= most:
+        raise ValueError(
+            f"The job starts {workers} workers, of which it needs {least} to {most}: change -n or "
+            "the hosts, --min-workers or --max-workers."
+        )
+    others = [host.name for host in hosts if not is_this_machine(host.name)]
+    if options.spares < 0 or (options.spares and others):
+        raise ValueError(
+            f"--spares {options.spares} wait on this machine, for workers on this machine alone: "
+            f"pass 0 or more, and no {others[0] if others else 'negative number'}."
+        )
+    if options.spares and (script.startswith("-") or get_importer(script) is not None):
+        raise ValueError(f"--spares run a file, or a module after -m: {script!r} is neither.")
+
+
 def _hosts(options: argparse.Namespace) -> list[Host]:
+    hosts = None
     if options.hosts is not None:
-        return assign(parse_hosts(options.hosts), options.processes)
-    if options.hostfile is not None:
-        return assign(parse_hosts(options.hostfile.read_text(), "\n"), options.processes)
+        hosts = parse_hosts(options.hosts)
+    elif options.hostfile is not None:
+        hosts = parse_hosts(options.hostfile.read_text(), "\n")
+    if hosts is not None:
+        room = sum(host.slots for host in hosts)
+        most = options.max_workers and min(options.max_workers, room)
+        return assign(hosts, options.processes if options.processes is not None else most)
+    if options.processes is None and options.elastic:
+        options.processes = options.max_workers or options.min_workers or None
     if options.servers is not None:
         return [Host("localhost", options.workers)]
     if options.processes is None:
@@ -154,11 +203,20 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     how.add_argument("--mpi", dest="mpi", action="store_true", help="through mpiexec")
     where = run.add_mutually_exclusive_group()
     where.add_argument("--hosts", metavar="A:2,B:2", help="hosts and processes on each, by ssh")
-    where.add_argument("--hostfile", type=Path, metavar="FILE", help="one host per line: a slots=2")
+    line = "one host per line: a slots=2; watched with --elastic"
+    where.add_argument("--hostfile", "--hosts-file", type=Path, metavar="FILE", help=line)
     run.add_argument(
         "--port", type=int, default=DEFAULT_PORT, help="the first port on each of several hosts"
     )
-    run.add_argument("--max-restarts", type=int, default=0, metavar="K", help="after failures")
+    restarts = f"after failures; with --elastic, of each worker, {RESTARTS} if not given"
+    run.add_argument("--max-restarts", type=int, metavar="K", help=restarts)
+    go_on = "a worker that ends is started again, and the others go on"
+    run.add_argument("--elastic", action="store_true", help=go_on)
+    fewest = "end the job with fewer (1)"
+    run.add_argument("--min-workers", type=int, default=0, metavar="N", help=fewest)
+    run.add_argument("--max-workers", type=int, metavar="N", help="start no more")
+    in_advance = "processes that have imported in advance, for workers that are started again"
+    run.add_argument("--spares", type=int, default=0, metavar="N", help=in_advance)
     run.add_argument("--log-dir", type=Path, metavar="DIR", help="write output files here")
     run.add_argument("--timeout", type=float, metavar="S", help="stop the job after S seconds")
     run.add_argument("--verbose", action="store_true", help="print whole tracebacks")

@@ -29,22 +29,22 @@ BUDGETS = {
     "collective": 4640,
     "compat": 4010,
     "coordinator": 916,
-    "data": 2775,
+    "data": 2778,
     "estimator": 1470,
     "graph": 4703,
     "jit": 1652,
-    "launcher": 1478,
+    "launcher": 1820,
     "models": 7302,
     "optimizers": 1029,
     "parameter_server": 1595,
     "strategies": 2182,
     "task": 296,
-    "top level": 3077,
+    "top level": 3129,
     "transport": 1992,
     "variables": 1145,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 41489
+TESTS_BUDGET = 41918
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -125,23 +125,32 @@ def ssh_command(host: str, silence: float) -> list[str]:
     return ["ssh", *arguments, "--", host.strip("[]"), _READ_SCRIPT]
 
 
-def former_tasks_end(silence: float) -> str:
-    """Return a shell command that waits until no reaper of this job runs on its host.
+def former_tasks_end(silence: float, task: str = "", grace: float = 0.0) -> str:
+    """Return a shell command that waits until no reaper of this job, or of a task, runs on a host.
 
     Those that a cut left behind end by themselves within `silence` seconds and their grace.
     """
+    mark = _JOB_MARK.format(f"${JOB_ID}{task}")
     return (
-        f"left={silence + 10:.0f}; "
-        f'while echo "{_JOB_MARK.format(f"${JOB_ID}")}" | grep -qsFf - /proc/[0-9]*/cmdline; do '
+        f"left={silence + grace + 10:.0f}; "
+        f'while echo "{mark}" | grep -qsFf - /proc/[0-9]*/cmdline; do '
         '[ "$told" ] || echo "waiting for the end of the tasks of the last attempt"; told=1; '
         "left=$((left - 1)); [ $left -gt 0 ] || exit 1; sleep 1; done"
     )
 
 
 def remote_script(
-    argv: Sequence[str], settings: Mapping[str, str], environ: Mapping[str, str], sharing: int
+    argv: Sequence[str],
+    settings: Mapping[str, str],
+    environ: Mapping[str, str],
+    sharing: int,
+    task: str = "",
+    grace: float = reaper.GRACE_SECONDS,
 ) -> str:
-    """Return a script and its size before it: change the folder, set variables, run the command."""
+    """Return a script and its size before it: change the folder, set variables, run the command.
+
+    With a task, which starts alone, it waits first for the end of what a cut left behind of it.
+    """
     carried = {name: value for name, value in environ.items() if name.startswith(_CARRIED)}
     variables = {**carried, **settings}
     lines = [f"cd {shlex.quote(os.getcwd())} || exit 72"]
@@ -154,8 +163,9 @@ def remote_script(
         if name not in _NOT_CARRIED:
             lines.append(f"export {name}={shlex.quote(value)}")
     # The reaper's source is an argument, because it shares its standard input with this script.
-    source = inspect.getsource(reaper) + _JOB_MARK.format(settings.get(JOB_ID, ""))
-    limits = str(reaper.GRACE_SECONDS), f"{host_silence(environ):g}"
+    source = inspect.getsource(reaper) + _JOB_MARK.format(settings.get(JOB_ID, "") + task)
+    limits = str(grace), f"{host_silence(environ):g}"
+    lines += [former_tasks_end(host_silence(environ), task, grace)] if task else []
     command = [sys.executable, "-I", "-S", "-c", source, *limits, *argv]
     script = "\n".join([*lines, f"exec {shlex.join(command)}"])
     return f"{len(script.encode())}\n{script}"

@@ -11,66 +11,32 @@ import json
 import os
 import resource
 import secrets
-import select
 import shlex
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ndistribute import tracebacks
 from ndistribute.blas import cores
 from ndistribute.cluster.resolvers import seconds_of
-from ndistribute.launcher import commands, supervisor
+from ndistribute.launcher import commands, elastic, supervisor
 from ndistribute.launcher.commands import JOB_ID, MPIEXEC, Host, is_this_machine, ssh_command
 from ndistribute.launcher.doctor import blas_settings
+from ndistribute.launcher.job import JobOptions
 from ndistribute.launcher.output import Console, Writer, exit_text, last_report
+from ndistribute.launcher.spare import Spares, spare_start
 from ndistribute.launcher.supervisor import JobEnd, Process, Start, TaskSupervisor, restart_delay
 from ndistribute.transport.listener import LISTEN_FD, listen
 
-# Below the ports of outgoing connections on Linux; used only if there are several hosts.
-DEFAULT_PORT = 23_450
 _SNAPSHOT_DIR = "NDISTRIBUTE_SNAPSHOT_DIR"
 _SECRET = "NDISTRIBUTE_SECRET"
-# How often ssh is tried before a restart, for each host: some ten minutes.
-_TRIES = 20
 # Variables of a surrounding job; each process gets its own.
 _OURS = ("TF_CONFIG", LISTEN_FD)
-
-
-@dataclass(frozen=True)
-class JobOptions:
-    """The options of a job."""
-
-    command: tuple[str, ...]  # The interpreter's arguments: a script, or ``-m`` and a module.
-    hosts: tuple[Host, ...]  # The hosts, and the number of workers on each.
-    servers: int = 0  # Parameter servers; with them, all tasks are on this machine.
-    chief: bool = False  # Whether a chief runs the script too.
-    mpi: bool = False
-    port: int = DEFAULT_PORT  # The first port on each of several hosts.
-    max_restarts: int = 0  # Of the whole job; with servers, of single tasks.
-    log_dir: Path | None = None
-    timeout: float | None = None  # Seconds after which the job is stopped.
-    snapshot_dir: Path | None = None
-    snapshot_seconds: float | None = None
-    durable: bool = False  # Servers log each update there before they acknowledge it.
-    verbose: bool = False  # Whole tracebacks, and that of the first failure again at the end.
-
-    @property
-    def processes(self) -> int:
-        return self.servers + self.chief + sum(host.slots for host in self.hosts)
-
-    @property
-    def is_local(self) -> bool:
-        return all(is_this_machine(host.name) for host in self.hosts)
-
-    @property
-    def sharing(self) -> int:
-        """The number of workers that share the cores of this machine, at least 1."""
-        return max(1, sum(host.slots for host in self.hosts if is_this_machine(host.name)))
 
 
 def job_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -106,30 +72,29 @@ def task_starts(
 def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
     """Run a job to its end; return the exit code of the first failure, 124 at a timeout, or 0."""
     _open_standard_streams()
-    _check_limits(options.processes)
+    _check_limits(max(options.processes, options.max_workers or 0) + options.spares)
     mpi = commands.find_mpiexec() if options.mpi else None
     # Processes under MPI need no secret, and mpiexec would send it unencrypted.
     dropped = (*_OURS, _SECRET) if mpi else _OURS
     environ = {name: value for name, value in os.environ.items() if name not in dropped}
     environ[JOB_ID] = job_environment(environ)[JOB_ID]
+    if options.min_workers:  # A worker that is started again needs the secret of the others.
+        environ |= job_environment(environ)
     if not options.verbose:
         environ.setdefault(tracebacks.VARIABLE, tracebacks.SHORT)
     deadline = None if options.timeout is None else time.monotonic() + options.timeout
-    # Without servers, one failed worker stops all, so the whole job restarts; with servers, a task.
-    restarts, again = (options.max_restarts, 0) if options.servers else (0, options.max_restarts)
+    # Otherwise one failed worker stops all, so the whole job restarts.
+    single = options.servers or options.min_workers
+    restarts, again = (options.max_restarts, 0) if single else (0, options.max_restarts)
     with contextlib.ExitStack() as opened:
         out = Writer(stdout)
         # One queue if both are the same file, to keep the order of lines.
         err = out if os.path.sameopenfile(stdout, stderr) else Writer(stderr)
         console = opened.enter_context(contextlib.closing(Console(out, err, options.log_dir)))
         console.short = not options.verbose
-        # No other program can take a port, even while a task restarts, and connections wait in the
-        # meantime.
-        listeners = {
-            rank: opened.enter_context(listen("127.0.0.1:0" if options.is_local else address))
-            for rank, (_, _, host, address) in enumerate([] if mpi else _places(options))
-            if host is None
-        }
+        listeners: dict[int, socket.socket] = {}
+        if not mpi:
+            _listen(options, listeners, opened)
         ranks = options.processes if mpi and options.is_local else 0
         pipes = commands.rank_pipes(ranks, opened) if ranks else ([], "")
         silence = 0.0 if mpi or options.is_local else commands.host_silence(environ)
@@ -139,19 +104,22 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
         supervise = partial(
             TaskSupervisor, begin, console, deadline, signals=signals, silence=silence
         )
+        run_tasks: Callable[..., TaskSupervisor] = supervise
+        if options.min_workers:
+            run_tasks = _elastic(options, environ, listeners, opened, supervise)
         for attempt in range(again + 1):
             if attempt:
                 console.begin(attempt)
-                _refuse_waiting(list(listeners.values()))
+                elastic.refuse_waiting(list(listeners.values()))
             if mpi:
                 starts = [_mpi_start(mpi, options, environ, *pipes)]
             else:
                 starts = _tasks(options, environ, listeners)  # With a new secret.
-            outcome = supervise(restarts=_TRIES * len(probes)).run(probes if attempt else [])
+            outcome = supervise(restarts=elastic.TRIES * len(probes)).run(probes if attempt else [])
             if outcome.reason == "failed":
                 outcome = replace(outcome, reason="unreached")
             if outcome.reason == "done":
-                outcome = supervise(restarts=restarts).run(starts, restart_delay(attempt - 1))
+                outcome = run_tasks(restarts=restarts).run(starts, restart_delay(attempt - 1))
             if mpi and outcome.reason == "failed":
                 code = commands.exit_code(outcome.code, console.kept(MPIEXEC))
                 outcome = replace(outcome, code=code)
@@ -167,7 +135,7 @@ def dry_run(options: JobOptions) -> Iterator[str]:
         starts = [_mpi_start(commands.find_mpiexec(), options, os.environ)]
     else:
         starts = _tasks(options, os.environ, {})
-    for start in starts:
+    for start in [*starts, *(spare_start(starts[0]) for _ in range(options.spares))]:
         settings = {n: "(hidden)" if n == _SECRET else v for n, v in start.settings.items()}
         shown = " ".join(f"{name}={shlex.quote(v)}" for name, v in sorted(settings.items()))
         line = f"{shown} {shlex.join(start.argv)}"
@@ -185,16 +153,17 @@ def _places(options: JobOptions) -> list[tuple[str, int, Host | None, str]]:
         tasks = [(kind, index) for kind, count in counts.items() for index in range(count)]
         return [(*task, None, f"127.0.0.1:PORT{rank}") for rank, task in enumerate(tasks)]
     places: list[tuple[str, int, Host | None, str]] = []
-    for host in options.hosts:
-        is_here = is_this_machine(host.name)
+    numbered = elastic.places_on(options.hosts)
+    slots = Counter(name for name, _ in numbered)
+    for index, (host, slot) in enumerate(numbered):
+        is_here = is_this_machine(host)
         # Other hosts must reach this one, and "localhost" would be themselves.
-        name = socket.gethostname() if is_here else host.name.rpartition("@")[2]
-        ports = range(options.port, options.port + host.slots)
-        if not 0 < ports[0] <= ports[-1] < 1 << 16:
-            raise ValueError(f"--port {options.port} must leave {host.slots} ports below 65536.")
-        for port in ports:
-            place = "worker", len(places), None if is_here else host, f"{name}:{port}"
-            places.append(place)
+        name = socket.gethostname() if is_here else host.rpartition("@")[2]
+        port = options.port + slot
+        if not 0 < port < 1 << 16:
+            raise ValueError(f"--port {options.port} must leave {slots[host]} ports below 65536.")
+        other = None if is_here else Host(host, slots[host])
+        places.append(("worker", index, other, f"{name}:{port}"))
     return places
 
 
@@ -225,6 +194,7 @@ def _tasks(
             settings={**starts[rank].settings, **blas},
             host=host,
             listener=listeners.get(rank),
+            leaving=elastic.HANDOVER_SECONDS if options.min_workers else 0.0,
         )
     return starts
 
@@ -236,11 +206,38 @@ def _probes(options: JobOptions, silence: float) -> list[Start]:
     return [Start(f"ssh {host.name}", argv, {}, host=host) for host in others]
 
 
-def _refuse_waiting(ports: Sequence[socket.socket]) -> None:
-    """Close connections that were not accepted; the processes that made them have ended."""
-    while waiting := select.select(ports, [], [], 0)[0]:
-        for port in waiting:
-            port.accept()[0].close()
+def _listen(
+    options: JobOptions, listeners: dict[int, socket.socket], opened: contextlib.ExitStack
+) -> None:
+    """Add the sockets of the tasks of this machine that have none yet, by rank.
+
+    No other program can take a port, even while a task restarts, and connections wait meanwhile.
+    """
+    for rank, (_, _, host, address) in enumerate(_places(options)):
+        if host is None and rank not in listeners:
+            place = "127.0.0.1:0" if options.is_local else address
+            listeners[rank] = opened.enter_context(listen(place))
+
+
+def _elastic(
+    options: JobOptions,
+    environ: Mapping[str, str],
+    listeners: dict[int, socket.socket],
+    opened: contextlib.ExitStack,
+    supervise: partial[TaskSupervisor],
+) -> Callable[..., TaskSupervisor]:
+    """Return what makes the supervisor of an elastic job, given what makes any other one."""
+
+    def start_all(grown: JobOptions) -> list[Start]:
+        _listen(grown, listeners, opened)
+        return _tasks(grown, environ, listeners)
+
+    _, console, deadline = supervise.args
+    spares = Spares(options.spares, environ, console.say)
+    opened.callback(spares.close)
+    special = {"options": options, "start_all": start_all, "spares": spares}
+    make = partial(elastic.ElasticSupervisor, spares.begin, console, deadline)
+    return partial(make, **supervise.keywords, **special)
 
 
 def _mpi_start(
@@ -278,6 +275,8 @@ def _report(
     report = [b"[%b] %b" % (label.encode(), line) for line in lines if again]
     who = f"rank {label}" if label.isdigit() else label
     what, then = "failed first", "; all were stopped"
+    if options.min_workers:
+        who, what = f"worker {label}", "failed and is not started again"
     if outcome.reason == "unsaved":
         what, then = "ended without a last snapshot", ""
     last = " Its last output:" if report else ""
@@ -285,7 +284,7 @@ def _report(
         last = f" --verbose prints whole tracebacks.{last}"
     why = exit_text(outcome.code, outcome.host, silence)
     console.say(f"{who} {what} ({why}){then}.{last}", report)
-    left = 0 if options.servers else options.max_restarts - attempt
+    left = 0 if options.servers or options.min_workers else options.max_restarts - attempt
     if left and outcome.reason == "failed":
         once = ", once ssh reaches all hosts" if silence else ""
         console.say(f"starting again in {restart_delay(attempt):g} s{once} ({left} left).")

@@ -23,6 +23,8 @@ from typing import Any, TypedDict
 
 from ndistribute.errors import DistributeError, WorkerLostError
 from ndistribute.launcher.commands import JOB_ID
+from ndistribute.launcher.elastic import RESTARTS, ElasticSupervisor
+from ndistribute.launcher.job import JobOptions
 from ndistribute.launcher.launch import job_environment, task_starts
 from ndistribute.launcher.output import Console, Writer, exit_text, last_report
 from ndistribute.launcher.supervisor import Process, Start, TaskSupervisor, restart_delay
@@ -45,7 +47,9 @@ class EngineOptions(TypedDict, total=False):
         args: arguments of the function or script.
         chief: whether the job has a chief.
         max_restarts: how many times to restart after a failure: all tasks of a job of workers, the
-            failed task of a job with servers.
+            failed task of a job with servers, each worker (5 times by default) of an elastic job.
+        min_workers: with it, the job is elastic: a worker that ends starts again alone, and the
+            others go on while there are as many.
         environ: variables to set in every task, in addition to those of the calling program that
             start with ``NDISTRIBUTE_``.
         timeout: seconds after which the job is stopped.
@@ -54,6 +58,7 @@ class EngineOptions(TypedDict, total=False):
     args: Sequence[Any]
     chief: bool
     max_restarts: int
+    min_workers: int
     environ: Mapping[str, str]
     timeout: float | None
 
@@ -66,14 +71,23 @@ class PlacedTask:
         self._host = f"[{host}]" if ":" in host else host
         # Kept open between restarts, so that no other process takes the port.
         self._port = listen(f"{self._host}:0")
+        self._address = f"{self._host}:{self._port.getsockname()[1]}"
 
     def address(self) -> str:
         """Return the address of the task; early connections wait for the task."""
-        return f"{self._host}:{self._port.getsockname()[1]}"
+        return self._address
 
-    def start(self, work: bytes | list[str], environ: Mapping[str, str], grace: float) -> None:
+    def start(
+        self,
+        work: bytes | list[str],
+        environ: Mapping[str, str],
+        grace: float,
+        elastic: bool = False,
+    ) -> None:
         """Start a script with arguments, or a pickled call for `main`; may be called again."""
-        self._asked_to_end = False
+        self._asked_to_end, self._elastic = False, elastic
+        if self._port.fileno() < 0:
+            self._port = listen(self._address)
         # Contains the call, and later the result.
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 (read when the task has ended)
         command = work
@@ -105,6 +119,8 @@ class PlacedTask:
             return chunk, None, b""
         code = process.code()
         self._close()
+        if self._elastic:  # The others learn by a refusal that it has ended.
+            self._port.close()
         with self._file as file:
             file.seek(0)
             return b"", code, file.read()
@@ -136,8 +152,11 @@ def run_job(
     environ = {k: v for k, v in os.environ.items() if k.startswith("NDISTRIBUTE_")}
     environ |= options.get("environ", {})
     environ[JOB_ID] = job_environment(environ)[JOB_ID]
-    most = options.get("max_restarts", 0)
-    again, alone = (0, most) if num_ps else (most, 0)
+    least = options.get("min_workers", 0)
+    if least and (num_ps or not 0 < least <= num_workers):
+        raise ValueError(f"min_workers={least} needs as many workers, and no servers.")
+    most = options.get("max_restarts", RESTARTS if least else 0)
+    again, alone = (0, most) if num_ps or least else (most, 0)
     console = Console(_InProgram(), _InProgram())
     attempt = 0
     while True:
@@ -147,17 +166,28 @@ def run_job(
             addresses = [call(handle, "address") for handle in handles]
             starts = task_starts(tasks, addresses, environ, {})
             calls = {s.label: partial(call, h) for s, h in zip(starts, handles, strict=True)}
-            begin = partial(_Placed, environ, placed, calls, work)
+            begin = partial(_Placed, environ, placed, calls, work, bool(least))
             supervisor = TaskSupervisor(begin, console, deadline, alone)
+            if least:
+                limits = JobOptions((), (), min_workers=least)
+                same = partial(_as_before, starts)
+                supervisor = ElasticSupervisor(
+                    begin, console, deadline, alone, options=limits, start_all=same
+                )
             outcome = supervisor.run(starts, restart_delay(attempt - 1))
         if outcome.reason == "timeout":
             raise TimeoutError("The job took longer than its timeout, and was stopped.")
         if outcome.label is None:
-            return [placed[start.label].loaded() for start in starts if start.task_type != "ps"]
+            tasks_done = [placed[start.label] for start in starts if start.task_type != "ps"]
+            return [task.loaded() if task.code() == 0 else None for task in tasks_done]
         if outcome.reason == "unsaved" or attempt == again:
             raise _failure(placed[outcome.label], console.kept(outcome.label))
         attempt += 1
         console.say(f"{outcome.label} failed: all start again ({attempt} of {again}).")
+
+
+def _as_before(starts: list[Start], options: JobOptions) -> list[Start]:
+    return starts
 
 
 class _InProgram(Writer):
@@ -180,6 +210,7 @@ class _Placed(Process):
         placed: dict[str, _Placed],
         calls: Mapping[str, Callable[..., Any]],
         work: bytes | list[str],
+        elastic: bool,
         start: Start,
     ) -> None:
         placed[start.label] = self
@@ -194,7 +225,8 @@ class _Placed(Process):
         self.outputs = [(self._output[0].fileno(), start.label, "stderr")]
         self.done = self._end[0].fileno()
         self.kill = self._end[1].close
-        follow = partial(self._follow, work, {**environ, **start.settings}, start.grace)
+        environ = {**environ, **start.settings}
+        follow = partial(self._follow, work, environ, start.grace, elastic)
         threading.Thread(target=follow, name="ndistribute task", daemon=True).start()
 
     def ask_to_end(self) -> None:

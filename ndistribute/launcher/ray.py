@@ -34,11 +34,12 @@ def run(
             ``{"CPU": 4, "GPU": 1}``; servers get the CPUs only. Default: one CPU.
         placement: the strategy of Ray's placement group, for example ``"SPREAD"``.
         placement_timeout: seconds to wait for the resources.
-        options: ``args``, ``chief``, ``max_restarts``, ``environ`` and ``timeout``; see
-            `EngineOptions`.
+        options: ``args``, ``chief``, ``max_restarts``, ``min_workers``, ``environ`` and
+            ``timeout``; see `EngineOptions`.
 
     Returns:
-        The results of the function in the chief and the workers, in rank order; None for scripts.
+        The results of the function in the chief and the workers, in rank order; None for scripts,
+        and for a worker of an elastic job that failed too often.
 
     Raises:
         MissingDependencyError: Ray is not installed.

@@ -33,6 +33,8 @@ _FINISH_SECONDS = 10.0
 # The time of a reaper beyond the grace of its process.
 _REAPING_SECONDS = 5.0
 _LONGEST_DELAY_SECONDS = 30.0
+# The exit code of a task that SIGTERM ended, such as a worker that handed over.
+PREEMPTED = 128 + signal.SIGTERM
 _BEATS = 8  # Beats within the time after which other hosts end their tasks.
 # More than a full pipe; a limit, because a descendant may write forever.
 _MOST_READS = 64
@@ -49,13 +51,19 @@ class Start:
     host: Host | None = None  # The machine to connect to by ssh; None: this one.
     listener: socket.socket | None = None  # Inherited under its number.
     saving: float = 0.0  # Seconds for a last snapshot when it is told to end.
+    leaving: float = 0.0  # Seconds to hand over when it alone is told to end.
     outputs: Sequence[tuple[int, str, str]] = ()  # More pipes to read: descriptor, label, stream.
     around: Sequence[str] = ()  # The command that runs the reaper.
     inherited: Sequence[int] = ()  # More descriptors that it inherits under their numbers.
 
     @property
+    def name(self) -> str:
+        """What messages call it; a worker without servers has its index alone as its label."""
+        return f"worker {self.label}" if self.label.isdigit() else self.label
+
+    @property
     def grace(self) -> float:
-        return max(self.saving, reaper.GRACE_SECONDS)
+        return max(self.saving, self.leaving, reaper.GRACE_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -89,10 +97,23 @@ class Task:
     reports_loss: bool = False  # It only reported the loss of another task.
     running: Process | None = None  # None: not started yet.
     restarts: int = 0
+    # Of a worker of an elastic job:
+    since: float = 0.0  # The monotonic time of its last start.
+    quick: int = 0  # Restarts in a row, each soon after a start.
+    joins: bool = False  # It was started while the job was running.
+    late: bool = False  # It may not have joined before the work was done.
+    removed: bool = False  # Its host was removed.
 
 
-def verdict(ended: Task, tasks: Collection[Task], restarts_left: int) -> Verdict:
-    """Return what the end of the task `ended`, one of `tasks`, means for the job."""
+def verdict(
+    ended: Task, tasks: Collection[Task], restarts_left: int, min_workers: int = 0
+) -> Verdict:
+    """Return what the end of the task `ended`, one of `tasks`, means for the job.
+
+    An elastic job goes on with `min_workers` workers; 0 means that the job is not elastic.
+    """
+    if min_workers:
+        return _elastic_verdict(ended, tasks, restarts_left, min_workers)
     chiefs = [task.code for task in tasks if task.start.task_type == "chief"]
     codes = chiefs or [task.code for task in tasks if task.start.task_type == "worker"]
     if all(code == 0 for code in codes):
@@ -102,6 +123,21 @@ def verdict(ended: Task, tasks: Collection[Task], restarts_left: int) -> Verdict
     # Without the chief, which alone has the result, the work of the others is lost.
     if restarts_left > 0 and not any(chiefs):
         return Verdict.AGAIN
+    return Verdict.WAIT if ended.reports_loss else Verdict.FAIL
+
+
+def _elastic_verdict(
+    ended: Task, tasks: Collection[Task], restarts_left: int, min_workers: int
+) -> Verdict:
+    left = [task for task in tasks if task.code is None]
+    if any(task.code == 0 for task in tasks):
+        # The work is done, and nobody is started again. The others may still write results.
+        if ended.code in (0, PREEMPTED) or ended.late or ended.removed:
+            return Verdict.FINISH if all(task.late for task in left) else Verdict.GO_ON
+    elif not ended.removed and (ended.code == PREEMPTED or restarts_left > 0):
+        return Verdict.AGAIN
+    elif len(left) >= min_workers:
+        return Verdict.GO_ON
     return Verdict.WAIT if ended.reports_loss else Verdict.FAIL
 
 
@@ -224,7 +260,7 @@ class TaskSupervisor:
         if self._outcome is not None:
             return
         can_restart = running.lost is None and self._give_up not in self._due
-        match verdict(task, self._tasks, self.restarts if can_restart else 0):
+        match self._judge(task, can_restart):
             case Verdict.AGAIN:
                 self._start_again(task)
             case Verdict.WAIT:
@@ -238,15 +274,24 @@ class TaskSupervisor:
                 self._drop_waiting()
                 self._due = {self._finish: time.monotonic() + _FINISH_SECONDS}
 
+    def _judge(self, task: Task, can_restart: bool) -> Verdict:
+        return verdict(task, self._tasks, self.restarts if can_restart else 0)
+
     def _start_again(self, task: Task) -> None:
         """Restart one task; the others go on."""
-        label, delay = task.start.label, restart_delay(task.restarts)
-        host = "" if task.start.host is None else task.start.host.name
+        delay = restart_delay(task.restarts)
         task.restarts += 1
         self.restarts -= 1
-        what = f"{label} ended ({exit_text(task.code or 0, host, self.silence)});"
-        self.console.say(f"{what} starting it again in {delay:g} s ({self.restarts} left).")
-        self.console.forget(label)
+        self._say_end(task, f"starting it again in {delay:g} s ({self.restarts} left).")
+        self._start_later(task, delay)
+
+    def _say_end(self, task: Task, then: str) -> None:
+        host = "" if task.start.host is None else task.start.host.name
+        why = exit_text(task.code or 0, host, self.silence)
+        self.console.say(f"{task.start.name} ended ({why}); {then}")
+
+    def _start_later(self, task: Task, delay: float) -> None:
+        self.console.forget(task.start.label)
         task.running = task.code = None
         self._due[partial(self._start, task)] = time.monotonic() + delay
 
@@ -281,13 +326,18 @@ class TaskSupervisor:
             return
         self._outcome = outcome
         self._drop_waiting()
-        now = time.monotonic()
-        self._due = {self._tell_of_savers: now + reaper.GRACE_SECONDS}
+        self._due = {self._tell_of_savers: time.monotonic() + reaper.GRACE_SECONDS}
         for task in self._tasks:
-            if task.running is not None and task.code is None:
-                task.running.ask_to_end()
-                # Killed later if its reaper does not answer, such as on a lost host.
-                self._due[task.running.kill] = now + task.start.grace + _REAPING_SECONDS
+            self._ask_to_end(task)
+            if task.start.leaving and task.running is not None:  # That time is for one alone.
+                self._due[task.running.hang_up] = time.monotonic() + reaper.GRACE_SECONDS
+
+    def _ask_to_end(self, task: Task) -> None:
+        if task.running is not None and task.code is None:
+            task.running.ask_to_end()
+            # Killed later if its reaper does not answer, such as on a lost host.
+            latest = time.monotonic() + task.start.grace + _REAPING_SECONDS
+            self._due[task.running.kill] = latest
 
     def _drop_waiting(self) -> None:
         self._tasks = [task for task in self._tasks if task.running is not None]
@@ -316,7 +366,9 @@ class Process:
             env |= start.settings
         else:
             cmd = commands.ssh_command(start.host.name, commands.host_silence(environ))
-            script = commands.remote_script(start.argv, start.settings, environ, start.host.slots)
+            alone = (f"-{start.label}", start.grace) if start.leaving else ()
+            sharing = start.host.slots
+            script = commands.remote_script(start.argv, start.settings, environ, sharing, *alone)
         if start.listener is not None:
             fds.append(start.listener.fileno())
             env[LISTEN_FD] = str(fds[-1])

@@ -80,6 +80,28 @@ def test_mpi_starts_as_many_ranks_as_there_are_slots():
     assert worker["readinessProbe"]["tcpSocket"]["port"] == worker["ports"][0]["containerPort"]
 
 
+def test_a_task_of_slurm_starts_again_at_its_address_as_the_documentation_says(tmp_path):
+    text = (DEPLOY.parent / "docs" / "launching.md").read_text()
+    (command,) = re.findall(r"^  (srun .*\n .*)$", text, re.MULTILINE)
+    fakes = {
+        # The third of four tasks.
+        "srun": 'while [ "${1#-}" != "$1" ]; do shift; done\nexec "$@"',
+        "python": 'env > env.$(ls env.* | wc -l)\n[ "$(ls env.* | wc -l)" = 3 ]',
+    }
+    for name, script in fakes.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    step = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_PROCID": "2", "SLURM_JOB_ID": "7"}
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, env={**env, **step}, check=True)
+    lives = [
+        SlurmClusterResolver(environ=dict(line.split("=", 1) for line in path.read_text().split()))
+        for path in sorted(tmp_path.glob("env.*"))
+    ]
+    assert [life.master("worker", 2) for life in lives] == ["grpc://n2:10112"] * 3
+    assert [life.worker_index for life in lives] == [2] * 3
+
+
 # Stands for srun and mpiexec: notes its command line and what the workers would see.
 FAKE = """#!/bin/sh
 [ "$1" = --version ] && { echo "$FAMILY"; exit 0; }

@@ -311,6 +311,19 @@ def test_kubernetes_lists_running_pods_sorted_by_name():
         nd.KubernetesClusterResolver()
 
 
+def test_a_pod_that_starts_again_finds_its_new_address_and_those_of_the_others():
+    pods = Pods(a=[("t-0", "Running", "10.0.0.1"), ("t-1", "Running", "10.0.0.2")])
+
+    def start():
+        me = nd.KubernetesClusterResolver({"worker": ["job-name=a"]}, 1, override_client=pods)
+        me.task_type, me.task_id = "worker", 1
+        return me.worker_addresses
+
+    assert start() == ("10.0.0.1:1", "10.0.0.2:1")
+    pods.pods["a"][1] = "t-1", "Running", "10.0.0.9"
+    assert start() == ("10.0.0.1:1", "10.0.0.9:1")
+
+
 @pytest.mark.parametrize(
     ("gpus", "tasks", "visible", "count"),
     [

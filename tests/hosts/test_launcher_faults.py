@@ -141,6 +141,20 @@ def test_a_cut_of_two_seconds_is_survived(rig, running, tmp_path):
     assert job.wait() == 0, job.output()
 
 
+def test_an_elastic_job_goes_on_without_a_host_and_takes_it_in_again(rig, running, tmp_path):
+    job = running(WAITING.replace("rank == 1", "False"), "--elastic", "--max-restarts", "1")
+    first, second, third = rig.hosts
+    rig.cut(first, second)
+    job.wait_for(f"worker 1 ended ({given_up(second)}", 2)  # Which costs no restart.
+    rig.heal(first, second)
+    job.wait_for("runs", 4)
+    third.vanish()
+    job.wait_for(f"worker 2 ended ({given_up(third)}")
+    (tmp_path / "go").touch()
+    assert job.wait() == 0, job.output()
+    assert job.output().count("[0] runs") == 1
+
+
 @pytest.mark.parametrize("fault", ["vanishes", "cut"])
 def test_a_job_starts_again_on_a_host_that_comes_back(rig, running, tmp_path, fault):
     """What a cut left behind ends before that."""

@@ -75,6 +75,19 @@ def be_killed(folder: str) -> None:
     time.sleep(300)
 
 
+def be_killed_once(folder: str) -> int:
+    """Kill worker 1 the first time; worker 0 waits until it has started again."""
+    name, starts = note(folder, 2)
+    if (name, starts) == ("worker-1", 1):
+        os.kill(os.getpid(), signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while len(Path(folder, "worker-1").read_text().splitlines()) < 2:
+        if time.monotonic() > deadline:
+            raise TimeoutError("worker 1 did not start again")
+        time.sleep(0.01)
+    return starts
+
+
 def serve_or_work(folder: str) -> int:
     """Serve for ever as a server and beside a chief; fail in worker 0 the first time."""
     name, starts = note(folder, 3)

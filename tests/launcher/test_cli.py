@@ -11,7 +11,7 @@ from ndistribute import cli
 from ndistribute.blas import LAUNCHER_VARIABLES, THREAD_VARIABLES
 from ndistribute.launcher import doctor
 from ndistribute.launcher.commands import Host
-from ndistribute.launcher.launch import JobOptions
+from ndistribute.launcher.job import JobOptions
 from tests.jobs.launched import ROOT
 
 HERE, FAR = Host("localhost", 2), [Host("a", 2), Host("b", 1)]
@@ -19,6 +19,10 @@ HERE, FAR = Host("localhost", 2), [Host("a", 2), Host("b", 1)]
 
 LIMITED = {"port": 4000, "max_restarts": 2, "log_dir": Path("d"), "timeout": 5.0}
 DURABLE = {"snapshot_dir": Path("d"), "snapshot_seconds": 5.0, "durable": True}
+
+
+ELASTIC = {"min_workers": 1, "max_workers": 2, "max_restarts": 5}
+WATCHING = {"min_workers": 1, "max_restarts": 5, "hosts_file": Path("hosts")}
 
 
 @pytest.mark.parametrize(
@@ -36,6 +40,11 @@ DURABLE = {"snapshot_dir": Path("d"), "snapshot_seconds": 5.0, "durable": True}
             [HERE],
             {"servers": 1, **DURABLE},
         ),
+        ("--elastic -n 2 x", "x", [HERE], {"min_workers": 1, "max_restarts": 5}),
+        ("--elastic --max-workers 2 --spares 3 x", "x", [HERE], {**ELASTIC, "spares": 3}),
+        ("--elastic --min-workers 2 --max-restarts 0 -m x", "-m x", [HERE], {"min_workers": 2}),
+        ("--elastic --hosts a:2,b:2 --max-workers 2 x", "x", FAR[:1], ELASTIC),
+        ("--elastic --hosts-file hosts x", "x", FAR, WATCHING),
     ],
 )
 def test_the_options_of_a_job(tmp_path, monkeypatch, text, script, hosts, options):
@@ -70,6 +79,22 @@ def test_the_options_of_a_job(tmp_path, monkeypatch, text, script, hosts, option
         ("--hostfile /dev/null x.py", "names no host"),
         ("--hostfile /no/such/file x.py", "No such file"),
         ("--hosts far:2 --port 65535 --dry-run x.py", "--port 65535"),
+        ("-n 2 --min-workers 1 x.py", "are for jobs whose workers come and go: add --elastic"),
+        ("-n 2 --max-workers 1 x.py", "add --elastic"),
+        ("-n 2 --spares 1 x.py", "add --elastic"),
+        ("--elastic x.py", "the number of processes is missing"),
+        ("--elastic -n 2 --mpi x.py", "MPI ends all ranks with one"),
+        ("--elastic --workers 2 --ps 1 x.py", "Remove --elastic, or --mpi or --ps"),
+        ("--elastic -n 2 --min-workers 3 x.py", "starts 2 workers, of which it needs 3 to 2"),
+        ("--elastic -n 2 --min-workers -1 x.py", "of which it needs -1 to 2"),
+        ("--elastic -n 3 --max-workers 2 x.py", "of which it needs 1 to 2"),
+        (
+            "--elastic --hosts a:2,localhost --spares 1 x.py",
+            "this machine alone: pass 0 or more, and no a",
+        ),
+        ("--elastic -n 1 --spares -1 x.py", "no negative number"),
+        ("--elastic -n 1 --spares 1 -- -c 0", "'-c' is neither"),
+        ("--elastic -n 1 --spares 1 .", "'.' is neither"),
     ],
 )
 def test_what_does_not_fit_is_said_and_nothing_started(capfd, arguments, message):

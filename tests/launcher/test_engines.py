@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import pickle
 import select
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 
 from ndistribute.errors import MissingDependencyError
 from ndistribute.launcher import dask, ray
+from ndistribute.launcher.placed import PlacedTask, run_job
 from tests.jobs.launched import environment, lasting
 from tests.processes import python_says
 
@@ -123,6 +125,53 @@ def test_workers_start_again_together(driver, tmp_path):
     assert have_ended(tmp_path)
 
 
+def test_a_worker_of_an_elastic_job_starts_again_alone(driver, tmp_path):
+    answer = driver.run("be_killed_once", tmp_path, min_workers=1)
+    assert answer["results"] == [1, 2]
+    assert have_ended(tmp_path)
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_a_worker_starts_again_where_it_was_placed(tmp_path, capsys, monkeypatch, most):
+    """On an engine that places all tasks here. While the worker does not run, it is refused."""
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text("""
+import json, os, pathlib, socket, sys
+task = json.loads(os.environ["TF_CONFIG"])
+print(task["cluster"]["worker"])
+own = socket.socket(fileno=int(os.environ["NDISTRIBUTE_LISTEN_FD"]))
+others = [a.split(":") for a in task["cluster"]["worker"]]
+if task["task"]["index"] == 1:
+    with socket.create_connection(others[0]) as peer:
+        peer.recv(1)
+    sys.exit(3)
+[own.accept()[0].close() for _ in range(1 + int(sys.argv[1]))]
+while True:  # Until it is refused.
+    try:
+        socket.create_connection(others[1]).close()
+    except ConnectionRefusedError:
+        break
+""")
+
+    @contextlib.contextmanager
+    def place(types):
+        tasks = [PlacedTask(lambda: "127.0.0.1") for _ in types]
+        yield tasks
+        for task in tasks:
+            task._port.close()
+
+    def call(task, method, *args):
+        return getattr(task, method)(*args)
+
+    options = {"min_workers": 1, "max_restarts": most, "args": [most]}
+    assert run_job("script.py", 2, 0, options, place, call, pickle.dumps) == [None, None]
+    said = capsys.readouterr().out.splitlines()
+    addresses = [line.partition(" ")[2] for line in said if line.startswith("[")]
+    assert len(addresses) == 2 + most
+    assert len(set(addresses)) == 1
+    assert "ndistribute run: worker:1 ended (exit code 3); the others go on." in said
+
+
 @pytest.mark.parametrize(
     ("options", "results"),
     [
@@ -187,3 +236,10 @@ def test_an_engine_that_is_not_installed_is_named_and_a_job_without_workers_refu
         error, message = MissingDependencyError, rf"ndistribute\[{engine}\]"
     with pytest.raises(error, match=message):
         run(print, 0)
+
+
+@pytest.mark.parametrize("options", [{"min_workers": 3}, {"min_workers": 1, "num_ps": 1}])
+def test_an_elastic_job_that_can_not_be_is_refused(options):
+    servers = options.pop("num_ps", 0)
+    with pytest.raises(ValueError, match="needs as many workers, and no servers"):
+        run_job(print, 2, servers, options, None, None, pickle.dumps)

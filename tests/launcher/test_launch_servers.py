@@ -8,7 +8,8 @@ import pytest
 
 from ndistribute.launcher import supervisor
 from ndistribute.launcher.commands import Host
-from ndistribute.launcher.launch import JobOptions, launch
+from ndistribute.launcher.job import JobOptions
+from ndistribute.launcher.launch import launch
 from tests.jobs.launched import lasting, read_pids, run, started
 
 # How often the task was started, and words for servers, which end by one or by SIGKILL.

@@ -18,11 +18,16 @@ TASKS = st.lists(
 
 
 def tasks(text: str) -> list[Task]:
-    """Return tasks: ``ps`` runs, ``worker=0`` ended well, ``worker=1?`` lost another."""
+    """Return tasks: ``ps`` runs, ``worker=0`` ended well, ``worker=1?`` lost another.
+
+    ``worker=1~`` may not have joined before the work was done, and ``worker=1-`` was removed.
+    """
     found = []
     for word in text.split():
         name, _, code = word.partition("=")
-        found.append(task(name, int(code.rstrip("?")) if code else None, code.endswith("?")))
+        number = code.rstrip("?~-")
+        found.append(task(name, int(number) if number else None, code.endswith("?")))
+        found[-1].late, found[-1].removed = code.endswith("~"), code.endswith("-")
     return found
 
 
@@ -55,6 +60,37 @@ def tasks(text: str) -> list[Task]:
 def test_the_verdict_on_a_task_that_ended(job, restarts, expected):
     states = tasks(job)
     assert verdict(states[0], states, restarts) is expected
+
+
+@pytest.mark.parametrize(
+    ("job", "restarts", "expected"),
+    [
+        ("worker=137 worker", 1, Verdict.AGAIN),
+        ("worker=1? worker", 1, Verdict.AGAIN),
+        # Enough others go on, or too few do.
+        ("worker=137 worker worker worker=1", 0, Verdict.GO_ON),
+        ("worker=137 worker worker=1", 0, Verdict.FAIL),
+        ("worker=1? worker worker=1", 0, Verdict.WAIT),
+        # It handed over: that is no failure.
+        ("worker=143 worker", 0, Verdict.AGAIN),
+        ("worker=143- worker worker", 9, Verdict.GO_ON),
+        ("worker=137- worker worker", 9, Verdict.GO_ON),
+        ("worker=143- worker", 9, Verdict.FAIL),
+        # The work is done when the first has ended well: the others still write what they have.
+        ("worker=0 worker worker", 9, Verdict.GO_ON),
+        ("worker=0 worker=0 worker=1", 9, Verdict.FINISH),
+        ("worker=0 worker=~ worker=143", 9, Verdict.FINISH),
+        ("worker=0 worker=~ worker", 9, Verdict.GO_ON),
+        ("worker=143 worker=0", 9, Verdict.FINISH),
+        ("worker=1~ worker=0 worker", 9, Verdict.GO_ON),
+        ("worker=1~ worker=0 worker=~", 9, Verdict.FINISH),
+        ("worker=1 worker=0 worker", 9, Verdict.FAIL),
+        ("worker=1? worker=0 worker", 9, Verdict.WAIT),
+    ],
+)
+def test_the_verdict_on_a_worker_of_an_elastic_job_of_two_at_least(job, restarts, expected):
+    states = tasks(job)
+    assert verdict(states[0], states, restarts, min_workers=2) is expected
 
 
 @given(TASKS, CODES.filter(bool), st.booleans(), st.integers(0, 3))
