@@ -40,11 +40,11 @@ BUDGETS = {
     "strategies": 1334,
     "task": 296,
     "top level": 3057,
-    "transport": 1992,
+    "transport": 2006,
     "variables": 1140,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 39196
+TESTS_BUDGET = 39214
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
