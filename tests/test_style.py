@@ -38,13 +38,13 @@ BUDGETS = {
     "optimizers": 1019,
     "parameter_server": 1595,
     "strategies": 1334,
-    "task": 296,
+    "task": 303,
     "top level": 3057,
     "transport": 2006,
     "variables": 1140,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 39214
+TESTS_BUDGET = 39219
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
