@@ -36,15 +36,15 @@ BUDGETS = {
     "launcher": 1478,
     "models": 7175,
     "optimizers": 1019,
-    "parameter_server": 1595,
-    "strategies": 1334,
+    "parameter_server": 2145,
+    "strategies": 1369,
     "task": 303,
     "top level": 3057,
     "transport": 2006,
     "variables": 1140,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 39219
+TESTS_BUDGET = 39704
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
