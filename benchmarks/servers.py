@@ -79,11 +79,11 @@ def looping(batch: int, mode: str) -> Iterator[Prepared]:
 
 
 @contextmanager
-def updates(elements: int) -> Iterator[Prepared]:
+def updates(elements: int, **options: Any) -> Iterator[Prepared]:
     """Set up updates of a variable of each client's own."""
     import ndistribute as nd
 
-    with strategy_of("ParameterServerStrategy").scope():
+    with strategy_of("ParameterServerStrategy", **options).scope():
         zeros = np.zeros(elements, np.float32)
         variables = [nd.Variable(zeros) for _ in range(4)]
     mine, ones = variables[task()[1]], np.ones(elements, np.float32)
@@ -152,6 +152,18 @@ def _groups(quick: bool) -> list[Group]:
         ]
         title = f"{4 * elements:,} bytes, {clients} client(s)"
         groups.append(Group(title, logged, "updates/s"))
+        copies = [
+            _one(
+                f"replicas={replicas}",
+                OURS,
+                "updates",
+                {**params, "replicas": replicas},
+                ("ps", *jobs),
+                clients,
+            )
+            for replicas in (1, 2)
+        ]
+        groups.append(Group(f"copies, {title}", copies, "updates/s"))
     return groups
 
 

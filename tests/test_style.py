@@ -36,15 +36,15 @@ BUDGETS = {
     "launcher": 1820,
     "models": 7302,
     "optimizers": 1029,
-    "parameter_server": 1595,
-    "strategies": 2182,
-    "task": 296,
+    "parameter_server": 2145,
+    "strategies": 2217,
+    "task": 303,
     "top level": 3129,
-    "transport": 1992,
+    "transport": 2006,
     "variables": 1145,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 41918
+TESTS_BUDGET = 42426
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

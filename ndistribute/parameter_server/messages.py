@@ -190,13 +190,59 @@ class Assign(Record, frozen=True):
     dtype: str = ""  # Of text, whose bytes are the value.
 
 
+class NewEpoch(Record, frozen=True):
+    """Begin the epoch of a shard in which another copy leads, or the same one alone."""
+
+    epoch: int
+
+
 ClientChange = Create | Delete | Transaction | Rerun
 SharedChange = Assign | VariableUpdate | Apply
 """The changes of graphs' variables, which no client requests or repeats."""
-Logged = ClientChange | SharedChange
+Logged = ClientChange | SharedChange | NewEpoch
 """What changes variables; a log of it can be replayed."""
 Wait = AwaitStep | AwaitClock
 Request = ClientChange | Wait | Read | Status
+
+
+class Beat(Record, frozen=True):
+    """What a copy of a shard tells the other one, which replies with its own; clients ask, too.
+
+    A copy is new after its start, joins while the other fills it, and then follows it or leads.
+    """
+
+    role: Literal["", "new", "joins", "follows", "leads"] = ""  # Empty: a client asks.
+    whole: bool = False  # Whether it leads, and the other copy must have all changes.
+    epoch: int = 0
+    total: int = 0
+    start: int = 0  # See `Totals`.
+    why: str = ""  # The reason why a client does not get what it asks.
+    leave: bool = False  # Whether the other copy must not follow in this epoch any more.
+
+
+class Replicate(Record, frozen=True):
+    """Make the changes of the copy that leads; the reply is the `Number` of changes so far."""
+
+    epoch: int
+    first: int  # The number of changes before these.
+    changes: tuple[Logged, ...]
+    whole: bool  # Whether the other copy has all changes before, and may lead after this one.
+
+
+class Join(Record, frozen=True):
+    """Get the state of the copy that leads, a `CopyState`, and the changes after it."""
+
+
+class Vote(Record, frozen=True):
+    """Tell the witness of a shard the epoch of a copy, or ask to lead the next one alone.
+
+    The reply is the `Number` 1 if the copy may, or might if it asked, and 2 if the other leads.
+    """
+
+    shard: int
+    copy: int
+    epoch: int
+    asks: bool
 
 
 Failure = failures.Failure
@@ -206,6 +252,7 @@ Refusal = Literal[
     "left",  # The clients that the request waited for have left.
     "superseded",  # A newer call gets the reply, or a newer attempt makes the changes.
     "full",  # The disk or the memory is full.
+    "moved",  # The other copy of the shard may lead: ask which does, and send it again.
 ]
 """The kind of the `Failure` of a request that the server did not execute."""
 
@@ -267,7 +314,19 @@ class Totals(Record, frozen=True):
     start: int = 0  # Rises with each start of a server with a directory; 0 without one.
 
 
-Reply = Failure | Created | Values | Changed | Marks | Number | Totals
+class CopyState(Record, frozen=True):
+    """The state of a store as in a snapshot, and what snapshots leave out."""
+
+    names: tuple[str, ...]
+    arrays: tuple[Array, ...]
+    data: bytes
+    position: int  # The number of changes before.
+    floor: int  # Of the versions of new variables.
+    totals: Totals
+    logs: bool  # Whether every change is logged on a disk.
+
+
+Reply = Failure | Created | Values | Changed | Marks | Number | Totals | Beat
 
 
 class Report(Record, frozen=True):

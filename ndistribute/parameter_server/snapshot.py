@@ -52,6 +52,7 @@ class _Saved(msgspec.Struct):
     clocks: dict[str, ClockGroup]
     shared: dict[str, tuple[bool, str]] = {}
     """Whether variables of graphs keep their shapes, and the dtype of one whose bytes are kept."""
+    epoch: int = 0
 
 
 def take(store: Store) -> tuple[dict[str, Array], Any]:
@@ -74,7 +75,8 @@ def take(store: Store) -> tuple[dict[str, Array], Any]:
         return name
 
     versions = {name: cell.version for name, cell in cells.items()}
-    saved = _Saved(store.total, versions, store.applied, store.aggregates, store.clocks, shared)
+    whole = store.applied, store.aggregates, store.clocks, shared, store.epoch
+    saved = _Saved(store.total, versions, *whole)
     return tensors, msgspec.to_builtins(saved, enc_hook=save_array)
 
 
@@ -91,6 +93,7 @@ def restore(tensors: Mapping[str, Array], data: Any, floor: int = 0) -> Store:
         cell.keeps_shape = keeps_shape
         cell.array = _owned(unpacked(tensors[f"shared/{name}"], dtype))
     store.total = store.began = saved.total
+    store.epoch = saved.epoch
     store.applied, store.aggregates, store.clocks = saved.applied, saved.aggregates, saved.clocks
     return store
 

@@ -91,6 +91,8 @@ class Store:
         self.log: Callable[[m.Logged], None] = lambda request: None
         self.total = self.began = 0  # Transactions of all instances, and of earlier ones.
         self.start = 0  # See `Totals`.
+        self.epoch = 0  # Of the leader of a shard that has two copies.
+        self.keeps_pending, self.pending = False, list[m.Logged]()  # What the other copy lacks.
         self.variables = Variables(floor)
         self.shared = SharedVariables()  # Those of graphs, apart from those of strategies.
         self.applied: dict[str, Applied] = {}
@@ -140,7 +142,7 @@ class Store:
             case m.Transaction():
                 return self._transact(request)
             case m.Rerun(client, sequence, attempt):
-                self.log(request)
+                self._keep(request)
                 applied = self.applied.setdefault(client, Applied())
                 applied.attempts[sequence] = max(attempt, applied.attempts.get(sequence, 1))
                 return m.Marks(tuple(applied.last.get(sequence, {}).values()))
@@ -150,14 +152,18 @@ class Store:
             case m.Create(wanted):
                 made, reply = self.variables.plan(wanted)
                 if made:
-                    self.log(request)
+                    self._keep(request)
                     self.variables.cells.update(made)
                 return reply
             case m.Delete(names):
                 if not self.variables.cells.keys().isdisjoint(names):
-                    self.log(request)
+                    self._keep(request)
                 return m.Number(self.variables.delete(names))
             case m.Status("memory"):
+                return self.totals
+            case m.NewEpoch(epoch):
+                self._keep(request)
+                self.epoch = epoch
                 return self.totals
             case m.Assign() | m.VariableUpdate() | m.Apply():
                 with np.errstate(all="ignore"):
@@ -165,6 +171,12 @@ class Store:
                 return self.totals
         why = "this server writes nothing to a disk: start it with a snapshot directory."
         raise Refused(why, "unknown")
+
+    def _keep(self, request: m.Logged) -> None:
+        """Keep a change, which is about to be made, for the log and for the other copy."""
+        self.log(request)
+        if self.keeps_pending:
+            self.pending.append(request)
 
     def _transact(self, request: m.Transaction) -> m.Changed:
         if request.low_water > request.sequence:
@@ -185,7 +197,7 @@ class Store:
             else functools.partial(self._outcome_now, change)
             for change, mark in zip(request.changes, missing, strict=True)
         ]
-        self.log(request)
+        self._keep(request)
         # A warning that is an error would leave the rest of the changes out.
         with np.errstate(all="ignore"):
             outcomes = tuple(make() for make in planned)

@@ -58,11 +58,19 @@ class StoreService(TaskService):
         self._task, self._directory, self._seconds = task, directory, seconds
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
+        self._saving = threading.Lock()
         self._clients = ClientCount()
         self._asked: list[tuple[Any, Any]] = []  # Calls that wait for a snapshot.
         self._changed = self._due = self._closing = False
         self._failed_last_snapshot = False
-        self._disk = None if directory is None else Disk(directory, task, log=durability == "log")
+        self._logs_all, self._return_seconds = durability == "log", return_seconds
+        self._disk: Disk | None = None
+        self._open()
+
+    def _open(self) -> None:
+        """Restore the store, and begin to save it."""
+        if self._directory is not None:
+            self._disk = Disk(self._directory, self._task, log=self._logs_all)
         self.store = Store() if self._disk is None else self._disk.store
         self.store.variables.may_keep_arrays = True
         self.resumed = self._disk is not None and self._disk.resumed
@@ -70,7 +78,7 @@ class StoreService(TaskService):
             return
         self.store.shared.keep(self._lock, self._log_shared, self._sync_shared)
         self._changed = self._disk.replayed
-        expires = time.monotonic() + return_seconds if self.store.clients else math.inf
+        expires = time.monotonic() + self._return_seconds if self.store.clients else math.inf
         live, name = functools.partial(self._live, self._disk, expires), "ndistribute snapshots"
         self._writer = threading.Thread(target=live, name=name, daemon=True)
         self._writer.start()
@@ -98,7 +106,7 @@ class StoreService(TaskService):
                     return failure
             answers = self.store.handle(peer.name, (peer, call), request)
             self._changed = self._changed or not reads
-            logs = [] if reads else self._logs()
+            logs = self._logs(reads)
         if (failure := self._sync(logs)) is not None:
             answers = [(to, failure) for to, _ in answers]
         reply = None
@@ -145,14 +153,20 @@ class StoreService(TaskService):
         self._due = True
         self._wake.notify_all()
 
-    def _logs(self) -> list[tuple[UpdateLog, int]]:
-        """Return the logs and how long they are; the caller holds the lock."""
-        logs = [] if self._disk is None else [(log, log.written) for log in self._disk.logs]
+    def _logs(self, reads: bool = False) -> list[tuple[Any, int]]:
+        """Return what must have the changes so far before a reply, and how many those are.
+
+        These are the logs and their lengths, or nothing for a request that only reads. The caller
+        holds the lock.
+        """
+        logs = (
+            [] if self._disk is None or reads else [(log, log.written) for log in self._disk.logs]
+        )
         if logs and logs[-1][1] > _LOG_BYTES:
             self._write_soon()
         return logs
 
-    def _sync(self, logs: list[tuple[UpdateLog, int]]) -> m.Failure | None:
+    def _sync(self, logs: list[tuple[Any, int]]) -> m.Failure | None:
         """Sync logs; if that fails, return the reply to the changes in them."""
         for log, position in logs:
             try:
@@ -218,7 +232,8 @@ class StoreService(TaskService):
 
     def _save(self, disk: Disk) -> m.Totals | m.Failure:
         try:
-            return disk.write(self._lock)
+            with self._saving:
+                return disk.write(self._lock)
         except Exception as error:  # Go on without this snapshot.
             with self._lock:
                 self._changed = True

@@ -23,17 +23,19 @@ from ndistribute import tree
 from ndistribute.blas import shared_blas
 from ndistribute.cluster import ClusterResolver, resolver_of_job
 from ndistribute.cluster.resolvers import check_jobs, current_task
-from ndistribute.cluster.spec import num_sharing_host, task_names
+from ndistribute.cluster.spec import ClusterSpec, num_sharing_host, task_names
 from ndistribute.coordinator.closures import keep_until_run
 from ndistribute.coordinator.coordinator import forget
 from ndistribute.coordinator.worker import keep
 from ndistribute.data import Dataset, InputContext, as_dataset
 from ndistribute.devices import Array, Device, resolve_devices
 from ndistribute.parameter_server.client import Outcomes, ServerClient, Servers, current_closure
+from ndistribute.parameter_server.copies import serve_witness
 from ndistribute.parameter_server.messages import Accumulated, Apply, Delete, Done, Reply, Status
+from ndistribute.parameter_server.pair import PairClient
 from ndistribute.parameter_server.store_service import LocalServer
 from ndistribute.strategies.base import Strategy, T
-from ndistribute.strategies.update_mode import update_mode_of
+from ndistribute.strategies.update_mode import UpdateMode, update_mode_of
 from ndistribute.timeline import identify, span
 from ndistribute.transport.failure_detector import detector
 from ndistribute.transport.rpc import Client
@@ -137,6 +139,9 @@ class ParameterServerStrategy(Strategy):
         restore: reuse the variables, and the slots of optimizers of the same names, of the strategy
             that this process created before on the same cluster. False: use new variables.
 
+        replicas: on how many servers each variable or shard is kept, 1 or 2. With 2, the job goes
+            on, and loses no update, when a server is gone; each update costs a second trip.
+
     Raises:
         DistributeError: `durability` is ``"log"``, and a server has no snapshot directory.
         ValueError: the cluster has no servers, this process is one, or an argument is out of range.
@@ -166,6 +171,7 @@ class ParameterServerStrategy(Strategy):
         timeout_seconds: float | None = None,
         durability: Literal["snapshot", "log"] = "snapshot",
         restore: bool = False,
+        replicas: int = 1,
         _sent: tuple[str, str] | None = None,
     ) -> None:
         resolver = resolver_of_job(cluster_resolver)
@@ -180,6 +186,7 @@ class ParameterServerStrategy(Strategy):
         limits = replicas_to_aggregate, total_num_replicas, max_staleness
         role, most = self._role, self.timeout_seconds
         self._mode = update_mode_of(role.num_workers, *limits, role.coordinated, most)
+        self._replicas = _checked_replicas(replicas, self._cluster, self._mode)
         self._partitioner = variable_partitioner
         self._named_devices = None if devices is None else tuple(map(str, devices))
         self._staleness: Counter[int] = Counter()
@@ -199,6 +206,12 @@ class ParameterServerStrategy(Strategy):
         self._servers = Servers(self.connect())
         self._copies = VariableCache(self._servers)
         weakref.finalize(self, detector.close_soon, self._servers.close).atexit = False
+        job, _, index = self._role.task.partition(":")
+        self._witness = None
+        if self._replicas > 1 and self._cluster is not None and not self._role.coordinated:
+            self._witness = serve_witness(self._cluster, job, int(index))  # Others have a server.
+        if self._witness is not None:
+            weakref.finalize(self, detector.close_soon, self._witness.close).atexit = False
         self._await_servers(durability)
         #: The prefix of all names of this strategy on the servers.
         self._token, self.namespace = _sent or (secrets.token_hex(8), self._new_namespace(restore))
@@ -222,14 +235,21 @@ class ParameterServerStrategy(Strategy):
     def connect(self) -> list[ServerClient]:
         """Return a new client for each server; called once."""
         if self._cluster is None:
-            caller = LocalServer().connect(self._role.task, self.timeout_seconds)
-            return [ServerClient(caller, "the server in this process")]
-        credentials, clients = credentials_of(self._cluster.addresses()), []
+            local = LocalServer().connect(self._role.task, self.timeout_seconds)
+            return [ServerClient(local, "the server in this process")]
         task, wait = self._role.task, self.timeout_seconds
-        connect = functools.partial(Client, name=task, purpose="ps", replies=Reply, timeout=wait)
+        credentials = credentials_of(self._cluster.addresses())
+        connect = functools.partial(
+            Client, credentials=credentials, name=task, replies=Reply, timeout=wait
+        )
+        clients = []
         for index in self._cluster.task_indices("ps"):
             address, name = self._cluster.task_address("ps", index), f"ps:{index}"
-            clients.append(ServerClient(connect(address, credentials, audience=name), name))
+            if self._replicas == 1:
+                caller: Any = connect(address, purpose="ps", audience=name)
+            else:
+                caller = PairClient.of(self._cluster, index, connect, wait)
+            clients.append(ServerClient(caller, name))
         return clients
 
     def _await_servers(self, durability: Literal["snapshot", "log"]) -> None:
@@ -393,6 +413,8 @@ class ParameterServerStrategy(Strategy):
                 self._copies.pull(dict.fromkeys(held))
         finally:
             self._give_cores_back()
+            if self._witness is not None:
+                self._witness.close()
             self._copies.is_final = True  # Without its lock, which a waiting thread may hold.
             self._servers.close()
             self._forgotten()
@@ -425,11 +447,30 @@ class ParameterServerStrategy(Strategy):
             "variable_partitioner": self._partitioner,
             "devices": self._named_devices,
             "timeout_seconds": self.timeout_seconds,
+            "replicas": self._replicas,
         }
         return _own_strategy, (self._token, self.namespace, how)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()} of {self._role.task}"
+
+
+def _checked_replicas(replicas: int, cluster: ClusterSpec | None, mode: UpdateMode) -> int:
+    """Return the number of copies of each shard; refuse what cannot work."""
+    if replicas not in (1, 2):
+        raise ValueError(f"replicas is 1 or 2, the servers that keep a shard; got {replicas!r}.")
+    servers = 0 if cluster is None else cluster.num_tasks("ps")
+    if replicas == 2 and servers < 2:
+        raise ValueError(
+            f"replicas=2 keeps each variable on two servers, and the cluster has {servers}: start "
+            "another server, or use replicas=1."
+        )
+    if replicas == 2 and type(mode) is not UpdateMode:
+        raise ValueError(
+            "replicas=2 needs asynchronous updates, and replicas_to_aggregate and max_staleness "
+            "make workers wait at one server: leave them out, or use replicas=1."
+        )
+    return replicas
 
 
 def _share_of(dataset: Any, workers: int, index: int, *, evenly: bool) -> Any:

@@ -69,6 +69,12 @@ class TaskService(Service):
     clients_may_restart = False
     """Whether a chief that is only its client may die and be started again."""
 
+    def connected(self, peer: Peer) -> None:
+        """Called when a client has connected."""
+
+    def disconnected(self, peer: Peer, died: bool) -> None:
+        """Called when a connection has ended."""
+
     def listens_at(self, address: str) -> None:
         """Called when the server listens."""
 
@@ -122,6 +128,8 @@ class ExitPolicy:
         name = client.partition("#")[0]
         if name == "chief:0" and not self._led:
             self._led, self._tasks = True, {name: {}}
+        if not self._led and self._tasks and name.startswith("worker:"):
+            self._tasks.setdefault(name, {})  # It was added to the running job.
         task = self._tasks.get(name, {})
         if task:  # A chief that was cut off is back, or another was started in its place.
             at, lost = self._chief_exit
@@ -318,7 +326,7 @@ class Server:
                     self._services,
                     environ=self._environ,
                     connected=self._connected,
-                    disconnected=self._membership.disconnected,
+                    disconnected=self._disconnected,
                 )
             except BaseException:
                 self._close_services()
@@ -409,6 +417,10 @@ class Server:
     def _connected(self, peer: Peer) -> None:
         service = self._services[peer.purpose]
         self._membership.connected(peer, service.clients_may_restart)
+
+    def _disconnected(self, peer: Peer, died: bool) -> None:
+        self._membership.policy.resumed |= self._services[peer.purpose].resumed  # Also since then.
+        self._membership.disconnected(peer, died)
 
     def _close_services(self) -> None:
         with contextlib.ExitStack() as closing:

@@ -101,7 +101,8 @@ def connect(
         if sock is None:
             sock = tcp_socket(address, deadline)
         sock, accepted = authenticate(sock, credentials, hello, deadline=deadline, instead=instead)
-        return Connection(sock, accepted, kinds, macs=macs)
+        silence = min(hello.silence, silence_seconds())
+        return Connection(sock, accepted, kinds, macs=macs, silence=silence)
     except OSError as error:
         if isinstance(error, AuthenticationError | ConnectionLostError):
             raise

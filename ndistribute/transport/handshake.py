@@ -61,7 +61,8 @@ class Hello(Record, frozen=True):
     instance: str = ""  # Identifies one start of a server.
     job: str = ""
     version: str = ""
-    silence: float = 60.0  # Seconds of silence after which it counts its peer as lost.
+    # Seconds of silence after which it counts its peer as lost, at most the heartbeat timeout.
+    silence: float = float("inf")
     patience: float = 0.0  # Seconds for which it tries to reach a peer that is out of reach.
     details: dict[str, str | int] = msgspec.field(default_factory=dict)
 
@@ -112,7 +113,7 @@ class Handshake:
 
 def signed(hello: Hello, job: str) -> Hello:
     """Return a hello with the job's identity, the package's version and the heartbeat timeout."""
-    silence = silence_seconds()
+    silence = min(hello.silence, silence_seconds())
     return msgspec.structs.replace(hello, job=job, version=__version__, silence=silence)
 
 

@@ -47,7 +47,7 @@ class PendingCall:
         self._client, self._request, self._number = client, request, 0
         self.reply: Any = None
         try:
-            self._send(until, until)
+            self._send(min(until, time.monotonic() + client.connect_seconds), until)
         except (ConnectionLostError, TimeoutError) as error:
             raise client.lost(error) from error
 
@@ -83,7 +83,7 @@ class PendingCall:
         """Give up the call and its connection, so that the server knows."""
         if self.reply is None:
             self.connection.abort("the call was given up.")
-            self.connection.close()
+            self._client.give_back(self.connection)
 
     def _send(self, connect_until: float, deadline: float) -> None:
         is_new = False
@@ -188,9 +188,10 @@ class Client:
     """Send requests to one server, from any number of threads; calls at once use a connection each.
 
     After a lost connection the client sends a pending request again, so requests must be safe to
-    repeat, or `repeats` is False. A server that restarts at its address before the deadline of a
-    call only delays the call. The client appends a random suffix to its name, because a restarted
-    process is another client. `replies` is the union of the reply classes.
+    repeat, or `repeats` is False. A connection counts as lost after `silence` seconds without a
+    heartbeat, if the heartbeat timeout is not shorter. A server that restarts at its address before
+    the deadline of a call only delays the call. The client appends a random suffix to its name,
+    because a restarted process is another client. `replies` is the union of the reply classes.
     """
 
     failed: type[Exception] = errors.DistributeError
@@ -207,13 +208,18 @@ class Client:
         audience: str = "",
         timeout: float = 60.0,
         repeats: bool = True,
+        silence: float = float("inf"),
     ) -> None:
         self.name = f"{name}#{secrets.token_hex(6)}"
         self.instance = ""
         """The last known instance of the server; empty before the first call."""
         self.address, self.credentials = address, credentials
         patience = timeout if repeats else 0.0
-        self._hello = Hello(name=self.name, purpose=purpose, audience=audience, patience=patience)
+        self._hello = Hello(
+            self.name, purpose, audience=audience, patience=patience, silence=silence
+        )
+        self.connect_seconds = silence / 2
+        """The most that a call which is not repeated takes to connect."""
         self.title = f"{audience or 'the server'} at {address}"
         self._kinds: Decoder[Any] = Decoder(replies | Failure)
         self._timeout, self._repeats = timeout, repeats
@@ -226,7 +232,7 @@ class Client:
         self._restoring = False
         self.closing = threading.Event()
         self._process = os.getpid()
-        self.beat_within = silence_seconds()
+        self.beat_within = min(silence, silence_seconds())
         self.waits: Callable[[str], None] = lambda why: None
         """Called in the thread of a call when it reports that the server is out of reach."""
 

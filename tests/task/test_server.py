@@ -313,5 +313,11 @@ def test_a_worker_that_never_came_is_named_unless_an_earlier_life_may_have_seen_
     assert policy.planned_exit() == PlannedExit(62.0)
 
 
+def test_a_worker_that_was_added_is_waited_for_like_the_others():
+    policy = policy_of(ALONE)
+    assert after(policy, *BOTH, "+worker:7#a", "-worker:0#a", "-worker:1#a") is None
+    assert after(policy, "-worker:7#a") == PlannedExit(3.0)
+
+
 def test_a_cluster_of_servers_alone_is_served_for_ever():
     assert after(policy_of({"ps": ["a:1"]}), "+worker:0#a", "-worker:0#a", "!chief:0#a") is None

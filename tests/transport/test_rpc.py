@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
@@ -19,6 +20,7 @@ from ndistribute.errors import (
     WorkerLostError,
 )
 from ndistribute.transport.address import unix_name
+from ndistribute.transport.reach import unix_refused
 from ndistribute.transport.rpc import ClientCount, RpcServer
 from tests.processes import wait_until
 from tests.transport.ends import (
@@ -128,6 +130,24 @@ def test_waits_for_a_server_that_is_not_up_yet_and_gives_up_at_the_deadline():
             early = pool.submit(client.call, Note("early"), SECONDS)
             with serving(port=port):
                 assert early.result(SECONDS).text == "early"
+
+
+def test_a_client_may_bear_less_silence_than_its_process(caplog):
+    """A server that is stopped is lost to it alone, and is no proof that the server has ended."""
+    with Child() as child:
+        address = f"127.0.0.1:{child.run(SERVE.format(0))}"
+        hasty = client_of(address, repeats=False, silence=0.3)
+        with contextlib.closing(hasty), contextlib.closing(client_of(address)) as patient:
+            for client in (hasty, patient):
+                assert client.call(Note("here"), SECONDS).text == "here"
+            child.signal(signal.SIGSTOP)
+            with pytest.raises(WorkerLostError, match="nothing was heard of it for 0"):
+                hasty.call(Note(), SECONDS)
+            assert not unix_refused(address)
+            call = patient.start(Note("late"), SECONDS)
+            child.signal(signal.SIGCONT)
+            assert call.result(time.monotonic() + SECONDS).text == "late"
+    assert unix_refused(address)
 
 
 def test_who_does_not_belong_learns_it_at_once(job):
