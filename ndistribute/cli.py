@@ -17,14 +17,15 @@ from pkgutil import get_importer
 
 from ndistribute.errors import DistributeError
 from ndistribute.launcher.commands import Host, assign, is_this_machine, parse_hosts
-from ndistribute.launcher.elastic import RESTARTS
+from ndistribute.launcher.elastic_job import RESTARTS
 from ndistribute.launcher.job import DEFAULT_PORT, JobOptions
 from ndistribute.launcher.launch import dry_run, launch
 from ndistribute.version import __version__
 
 _USAGE_ERROR = 2
 _BENCHMARKS = (
-    "all_reduce compiled cost_model faults graph input models overhead run_all servers training"
+    "all_reduce compiled cost_model elastic elastic_torch faults graph input models overhead "
+    "run_all servers training"
 )
 
 

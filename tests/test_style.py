@@ -39,7 +39,7 @@ BUDGETS = {
     "parameter_server": 2145,
     "strategies": 2217,
     "task": 303,
-    "top level": 3129,
+    "top level": 3130,
     "transport": 2006,
     "variables": 1145,
 }

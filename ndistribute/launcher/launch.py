@@ -24,7 +24,7 @@ from pathlib import Path
 from ndistribute import tracebacks
 from ndistribute.blas import cores
 from ndistribute.cluster.resolvers import seconds_of
-from ndistribute.launcher import commands, elastic, supervisor
+from ndistribute.launcher import commands, elastic_job, supervisor
 from ndistribute.launcher.commands import JOB_ID, MPIEXEC, Host, is_this_machine, ssh_command
 from ndistribute.launcher.doctor import blas_settings
 from ndistribute.launcher.job import JobOptions
@@ -110,12 +110,12 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
         for attempt in range(again + 1):
             if attempt:
                 console.begin(attempt)
-                elastic.refuse_waiting(list(listeners.values()))
+                elastic_job.refuse_waiting(list(listeners.values()))
             if mpi:
                 starts = [_mpi_start(mpi, options, environ, *pipes)]
             else:
                 starts = _tasks(options, environ, listeners)  # With a new secret.
-            outcome = supervise(restarts=elastic.TRIES * len(probes)).run(probes if attempt else [])
+            outcome = supervise(restarts=elastic_job.TRIES * len(probes)).run(probes if attempt else [])
             if outcome.reason == "failed":
                 outcome = replace(outcome, reason="unreached")
             if outcome.reason == "done":
@@ -153,7 +153,7 @@ def _places(options: JobOptions) -> list[tuple[str, int, Host | None, str]]:
         tasks = [(kind, index) for kind, count in counts.items() for index in range(count)]
         return [(*task, None, f"127.0.0.1:PORT{rank}") for rank, task in enumerate(tasks)]
     places: list[tuple[str, int, Host | None, str]] = []
-    numbered = elastic.places_on(options.hosts)
+    numbered = elastic_job.places_on(options.hosts)
     slots = Counter(name for name, _ in numbered)
     for index, (host, slot) in enumerate(numbered):
         is_here = is_this_machine(host)
@@ -194,7 +194,7 @@ def _tasks(
             settings={**starts[rank].settings, **blas},
             host=host,
             listener=listeners.get(rank),
-            leaving=elastic.HANDOVER_SECONDS if options.min_workers else 0.0,
+            leaving=elastic_job.HANDOVER_SECONDS if options.min_workers else 0.0,
         )
     return starts
 
@@ -236,7 +236,7 @@ def _elastic(
     spares = Spares(options.spares, environ, console.say)
     opened.callback(spares.close)
     special = {"options": options, "start_all": start_all, "spares": spares}
-    make = partial(elastic.ElasticSupervisor, spares.begin, console, deadline)
+    make = partial(elastic_job.ElasticSupervisor, spares.begin, console, deadline)
     return partial(make, **supervise.keywords, **special)
 
 

@@ -23,7 +23,7 @@ from typing import Any, TypedDict
 
 from ndistribute.errors import DistributeError, WorkerLostError
 from ndistribute.launcher.commands import JOB_ID
-from ndistribute.launcher.elastic import RESTARTS, ElasticSupervisor
+from ndistribute.launcher.elastic_job import RESTARTS, ElasticSupervisor
 from ndistribute.launcher.job import JobOptions
 from ndistribute.launcher.launch import job_environment, task_starts
 from ndistribute.launcher.output import Console, Writer, exit_text, last_report

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ndistribute import cli
 from ndistribute.launcher.commands import Host
-from ndistribute.launcher.elastic import places_on, replan
+from ndistribute.launcher.elastic_job import places_on, replan
 from tests.jobs.launched import lasting, read_pids, run, started
 from tests.processes import HANG_SECONDS
 
