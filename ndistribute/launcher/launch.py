@@ -115,7 +115,9 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
                 starts = [_mpi_start(mpi, options, environ, *pipes)]
             else:
                 starts = _tasks(options, environ, listeners)  # With a new secret.
-            outcome = supervise(restarts=elastic_job.TRIES * len(probes)).run(probes if attempt else [])
+            outcome = supervise(restarts=elastic_job.TRIES * len(probes)).run(
+                probes if attempt else []
+            )
             if outcome.reason == "failed":
                 outcome = replace(outcome, reason="unreached")
             if outcome.reason == "done":
