@@ -120,8 +120,9 @@ def test_a_newcomer_goes_on_at_the_step_of_the_others_with_the_state_of_their_ca
     assert begun.result(0)["begun"] == [0, 1, 2]
 
 
-def test_a_worker_that_comes_in_the_last_step_of_fit_joins_in_evaluate(job, tmp_path):
-    begun = job(kind="fit", waits=["train", 18, f"{tmp_path}/waits"])
+@pytest.mark.parametrize("comes", [["train", 18], ["predict", 4]])
+def test_a_worker_that_comes_after_fit_joins_in_the_next_loop(job, tmp_path, comes):
+    begun = job(kind="fit", waits=[*comes, f"{tmp_path}/waits"])
     for index in range(3):
         begun.start(index, ends=["train", 8] if index == 0 else None)
     begun.start_again(0, tmp_path / "waits")
@@ -129,6 +130,9 @@ def test_a_worker_that_comes_in_the_last_step_of_fit_joins_in_evaluate(job, tmp_
     assert late["epochs"] == []
     assert late["weights"] == begun.result(1)["weights"]
     assert_same(begun.result(1), expected)
+    np.testing.assert_allclose(late["outputs"], expected["outputs"], atol=1e-5)
+    if comes[0] == "train":
+        np.testing.assert_allclose(late["scores"], expected["scores"], atol=1e-5)
 
 
 @pytest.mark.parametrize("ends", [["train", 8], ["write", 2], ["write", 3], ["epoch", 2]])
