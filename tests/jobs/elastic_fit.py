@@ -32,12 +32,12 @@ class Ends(nd.callbacks.Callback):
     """Ends this worker at a call of a method, and lets the chief wait there for a newcomer.
 
     Args:
-        waits: the method, and the number of its call, at which the chief makes a file, and waits;
-            and the file.
+        waits: the file that the chief makes, and the methods and numbers of calls at which it waits
+            until there are three workers, or somebody waits to be the third.
     """
 
     def __init__(self, waits: Any) -> None:
-        self._waits, self.calls = waits, Counter[str]()
+        self._waits, self.calls = waits or [], Counter[str]()
         self.epochs: list[int] = []
 
     def _call(self, method: str) -> None:
@@ -46,9 +46,10 @@ class Ends(nd.callbacks.Callback):
         if call == _ends:
             end()
         strategy = self.model.strategy
-        if self._waits and call == self._waits[:2] and strategy.is_chief:
-            Path(self._waits[2]).touch()
-            wait_until(lambda: strategy.session._meetings.newcomers_wait)
+        if call in self._waits[1:] and strategy.is_chief:
+            Path(self._waits[0]).touch()
+            meetings = strategy.session._meetings
+            wait_until(lambda: meetings.newcomers_wait or strategy.num_replicas_in_sync == 3)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.epochs.append(epoch)

@@ -105,14 +105,13 @@ def test_epochs_that_go_on_in_the_dataset_do_so_after_a_loss(job):
     assert_same(begun.result(2), undisturbed("fit", 4, 4))
 
 
-def test_a_newcomer_goes_on_at_the_step_of_the_others_with_the_state_of_their_callbacks(
-    job, tmp_path
-):
-    begun = job(kind="fit", waits=["train", 14, f"{tmp_path}/waits"])
+@pytest.mark.parametrize("kind", ["fit", "gan", "sums", "scale"])
+def test_a_newcomer_goes_on_at_the_step_of_the_others_with_their_state(job, tmp_path, kind):
+    begun = job(kind=kind, waits=[f"{tmp_path}/waits", ["train", 14]])
     for index in range(3):
         begun.start(index, ends=["train", 8] if index == 1 else None)
     begun.start_again(1, tmp_path / "waits")
-    expected = undisturbed("fit")
+    expected = undisturbed(kind)
     for result in map(begun.result, range(3)):
         assert_same(result, expected)
         assert result["best"] == pytest.approx(expected["best"])
@@ -120,9 +119,9 @@ def test_a_newcomer_goes_on_at_the_step_of_the_others_with_the_state_of_their_ca
     assert begun.result(0)["begun"] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("comes", [["train", 18], ["predict", 4]])
+@pytest.mark.parametrize("comes", [[["train", 18], ["test", 10]], [["predict", 4]]])
 def test_a_worker_that_comes_after_fit_joins_in_the_next_loop(job, tmp_path, comes):
-    begun = job(kind="fit", waits=[*comes, f"{tmp_path}/waits"])
+    begun = job(kind="fit", waits=[f"{tmp_path}/waits", *comes])
     for index in range(3):
         begun.start(index, ends=["train", 8] if index == 0 else None)
     begun.start_again(0, tmp_path / "waits")
@@ -131,7 +130,7 @@ def test_a_worker_that_comes_after_fit_joins_in_the_next_loop(job, tmp_path, com
     assert late["weights"] == begun.result(1)["weights"]
     assert_same(begun.result(1), expected)
     np.testing.assert_allclose(late["outputs"], expected["outputs"], atol=1e-5)
-    if comes[0] == "train":
+    if len(comes) == 2:
         np.testing.assert_allclose(late["scores"], expected["scores"], atol=1e-5)
 
 
