@@ -45,6 +45,7 @@ class Recorder:
     """
 
     _file: BinaryIO | None = None
+    _is_settled = False
 
     def __init__(self, directory: str | os.PathLike[str], max_bytes: int = _MAX_FILE_BYTES) -> None:
         self._directory = Path(directory)
@@ -81,8 +82,14 @@ class Recorder:
         if len(self._events) >= _FLUSH_EVENTS or end - self._flushed > _FLUSH_NANOSECONDS:
             self.flush()
 
-    def identify(self, name: str, names: Sequence[str]) -> None:
-        """Set the name of this process and those of all; events from before stay in their file."""
+    def identify(self, name: str, names: Sequence[str], settles: bool = False) -> None:
+        """Set the name of this process and those of all; events from before stay in their file.
+
+        A call that `settles` the name is the last one that counts.
+        """
+        if self._is_settled:
+            return
+        self._is_settled = settles
         with self._lock:
             if self._file is not None and (name, tuple(names)) != (self._name, self._names):
                 self.close()
@@ -243,10 +250,13 @@ def enabled() -> bool:
     return _recorder is not None
 
 
-def identify(name: str, names: Sequence[str]) -> None:
-    """Set the name of this process, such as ``"rank 0"`` or ``"ps:1"``, and those of all."""
+def identify(name: str, names: Sequence[str], settles: bool = False) -> None:
+    """Set the name of this process, such as ``"rank 0"`` or ``"ps:1"``, and those of all.
+
+    A call that `settles` the name, which then does not follow the rank, is the last that counts.
+    """
     if _recorder is not None:
-        _recorder.identify(name, names)
+        _recorder.identify(name, names, settles)
 
 
 def totals() -> dict[str, float]:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 Calls = dict[tuple[str, int], tuple[float, float]]
 
 UNTRACED = "untraced"
-_COLUMNS = ("input", "compute", "pull", "push", "pack", "wait", "reduce", "update", "serve")
+_COLUMNS = "input compute pull push pack wait reduce update serve members".split()
 
 # A process is late if the cost of waiting for it exceeds its fair share by the first figure, as a
 # fraction of the rest, and exceeds the second figure as a fraction of the run. Below these, chance
@@ -44,6 +44,8 @@ _ADVICE = {
 }
 
 _SERVER = re.compile(r"ps:\d+")
+_MEMBERSHIP = re.compile(r"membership (\d+)(: .+)?")
+_STEPS = 10**9  # More than a job has between two changes of its members.
 _REPLICA = re.compile(r":(\d+)$")
 
 
@@ -149,8 +151,9 @@ def _read_file(path: Path) -> Trace | None:
 def calls(events: Sequence[Event], shift: float = 0.0) -> Calls:
     """Return the collectives of one process: the events whose title has a number.
 
-    The numbers restart with each step, which is a span named ``compute``. A process with several
-    replicas enters a collective when its last replica does. `shift` is added to the times.
+    The numbers restart with each step, which is a span named ``compute``; steps are counted from
+    each change of members, a span named ``members``. A process with several replicas enters a
+    collective when its last replica does. `shift` is added to the times.
     """
     computing = {event.thread for event in events if event.name == "compute"}
     steps = dict.fromkeys(computing, (0, -inf))  # Number and end of the last step, by thread.
@@ -160,6 +163,8 @@ def calls(events: Sequence[Event], shift: float = 0.0) -> Calls:
         # A thread without steps works for those of the first thread that has some.
         worker = event.thread if event.thread in computing else min(computing, default=0)
         number, end = steps.get(worker, (0, -inf))
+        if event.name == "members" and (match := _MEMBERSHIP.match(event.title)):
+            steps = dict.fromkeys(computing, (_STEPS * int(match[1]), -inf))
         if event.name == "compute" and event.start >= end:
             number, end = steps[worker] = number + 1, event.end
         if "#" in event.title and event.start < end:
@@ -300,6 +305,7 @@ def explain(traces: Sequence[Trace]) -> str:
     every = {trace.name: shares(trace.events) for trace in members}
     lines += ["", *_table(every), ""]
     lines += list(_servers(members, every, seconds)) or _who_is_late(members, late, worst, seconds)
+    lines += _changes(traces)
     # No servers, nor a chief.
     mean = _mean([each for each in every.values() if "compute" in each] or list(every.values()))
     for kind, (large, advice) in _ADVICE.items():
@@ -398,6 +404,16 @@ def _servers(
             "it fewer variables (`nd.partitioners`) or a faster host; otherwise look at its "
             "network."
         )
+
+
+def _changes(traces: Sequence[Trace]) -> Iterator[str]:
+    """Yield what each change of members was, and how long those waited who had been there."""
+    costs: dict[str, list[float]] = defaultdict(list)
+    for event in (event for trace in traces for event in trace.events if event.name == "members"):
+        costs[event.title].append(event.end - event.start)
+    for title in sorted(costs, key=lambda title: int(_MEMBERSHIP.findall(title)[0][0])):
+        if ":" in title:  # A newcomer's span includes its waiting for the others.
+            yield f"{title.capitalize()}; it took {_time(max(costs[title]))}."
 
 
 def _mean(of_many: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -38,6 +38,7 @@ from ndistribute.devices import Device
 from ndistribute.errors import WorkerLostError
 from ndistribute.strategies.elastic_input import ElasticIterator
 from ndistribute.strategies.elastic_state import ReplicatedState
+from ndistribute.timeline import identify, recorded
 from ndistribute.values import PerReplica
 
 T = TypeVar("T")
@@ -118,6 +119,7 @@ class ElasticSession:
         self.state = ReplicatedState()
         self.users_call = ""
         self.changes = 0  # The number of changes of members that this worker has taken part in.
+        self.last_change = ""  # The membership that it led to, and who came and went.
         self.workers: Workers | None = None  # The others; None: there are none.
         self.loop = 0  # The number of loops that were begun.
         self._input: Callable[[], ElasticIterator | None] = lambda: None
@@ -133,6 +135,8 @@ class ElasticSession:
         self._waits_after_writes: dict[Hashable, bool] = {}  # By function.
         self._closing: list[threading.Thread] = []
         self._meetings = Meetings(addresses, index, task, limits, options.timeout)
+        names = [f"worker {number}" for number in range(len(addresses))]
+        identify(names[index], names, settles=True)  # Its rank may change.
         try:
             self.is_newcomer = self._meetings.look() is not None
             while not self.is_newcomer and self._meetings.roster is None:
@@ -246,7 +250,7 @@ class ElasticSession:
         """Join the loop as a newcomer, and let others do so; return False if it has ended."""
         if self.is_newcomer:
             try:
-                self._change(prepared=False)
+                self._change(False)
             except LoopOver:
                 level = logging.DEBUG if self.loop > 1 else logging.WARNING
                 text = (
@@ -375,6 +379,7 @@ class ElasticSession:
             raise error
         return self._change(prepared)
 
+    @recorded(lambda _, session, prepared: ("members", session.last_change))
     def _change(self, prepared: bool) -> bool:
         """Agree on the next members, and synchronise with them; see `_change_after`."""
         begun, suspects, complete = time.monotonic(), self._leave_group(), False
@@ -423,13 +428,22 @@ class ElasticSession:
         try:
             return self._meetings.meet(report, suspects)
         except NotAMember as error:
-            if not self.at_batch:  # The others may be anywhere else in the program.
-                error.add_note("This worker was stopped or cut off: start it again, and it joins.")
-                self.close()
-                raise
+            return self._join_anew(error)
+
+    def _join_anew(self, reason: NotAMember) -> Joined:
+        """Join as a newcomer, if this worker is where newcomers begin: at a batch of the loop."""
+        why = str(reason)
+        if self.at_batch:
             _log.warning("the job has gone on without this worker, which joins anew")
             self.is_newcomer = True
-            return self._meet(prepared=False, clean=False, suspects=[])
+            try:
+                return self._meet(prepared=False, clean=False, suspects=[])
+            except (LoopOver, JobOver) as error:
+                why = str(error)
+        raise NotAMember(
+            "the job has gone on without this worker, which did not answer the others for some "
+            f"time: start it again, and it joins in the loop that runs then ({why})"
+        ) from reason
 
     def _form(self, joined: Joined) -> None:
         """Connect to the members of a plan."""
@@ -512,6 +526,7 @@ class ElasticSession:
         parts = [f"lost {lost}"] if lost else []
         parts += [f"{come} joined"] if come and before else []
         what = f"{'; '.join(parts) or 'joined'}: {len(roster.members)} workers go on"
+        self.last_change = f"membership {roster.number}" + (f": {what}" if before else "")
         level = logging.INFO if self.rank else logging.WARNING
         text = "membership %d: %s after %.0f ms"
         _log.log(level, text, roster.number, what, seconds * 1e3)

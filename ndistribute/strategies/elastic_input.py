@@ -12,6 +12,7 @@ from typing import Any
 from ndistribute import tree
 from ndistribute.data import DistributedDataset, DistributedIterator
 from ndistribute.data.iterator import TensorFlowIterator
+from ndistribute.errors import WorkerLostError
 from ndistribute.values import PerReplica
 
 _END, _NOTHING = object(), object()
@@ -60,6 +61,7 @@ class ElasticIterator(TensorFlowIterator):
         self._admits = admits or self._is_loop
         self._inner: DistributedIterator | None = None
         self._mark: Any = None  # The position before the batch, or before the next one.
+        self._kept: dict[str, Any] | None = None  # The state there, while it is opened anew.
         self._next: Any = _NOTHING  # The next batch, if it was taken in a change.
         self.number = 0
         self.batch: Any = None
@@ -96,7 +98,7 @@ class ElasticIterator(TensorFlowIterator):
 
     def state(self) -> dict[str, Any] | None:
         """Return the state of the input before the wanted batch, if it was begun."""
-        return None if self._inner is None else self._inner.state_at(self._mark)
+        return self._kept if self._inner is None else self._inner.state_at(self._mark)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the consumer, as `DistributedIterator.state_dict` does."""
@@ -116,10 +118,19 @@ class ElasticIterator(TensorFlowIterator):
         """
         if self._over:
             return
+        self._kept = self.state()
         self.close()
         self._inner = None
         if state is None:
             return
+        try:
+            self._go_back(number, state)
+        except WorkerLostError:  # Of another member: all do it again, from what is kept.
+            self.close()
+            self._inner = None
+            raise
+
+    def _go_back(self, number: int, state: dict[str, Any]) -> None:
         self._open()
         inner = self._begun()
         inner.load_state_dict(state)
@@ -127,10 +138,13 @@ class ElasticIterator(TensorFlowIterator):
             self.number = number if self._in_body else number - 1
         self._mark = inner.mark()
         taken = next(inner, _END)
-        self._ended = taken is _END
-        if number < self.wanted:
+        if number < self.wanted:  # This worker has completed that batch.
             self._mark = inner.mark()
-        elif self._in_body:
+            if not self._in_body:
+                return
+            taken = next(inner, _END)
+        self._ended = taken is _END
+        if self._in_body:
             for leaf, cut in zip(tree.flatten(self.batch), tree.flatten(taken), strict=True):
                 leaf._values = cut.values  # The step's arguments contain these objects.
         else:
@@ -158,7 +172,7 @@ class ElasticIterator(TensorFlowIterator):
         session = self._session
         self._inner = iter(self._dataset.divided_among(session.topology(), session.batch_scale))
         self._changes = self._session.changes
-        self._inner.check_can_go_back()
+        self._inner.check_can_go_back(session.limits.batch == "scaled")
         if state is not None:
             self._inner.load_state_dict(state)
         self._mark = self._inner.mark()

@@ -34,6 +34,9 @@ Report = dict[str, Any]
 class Audience:
     """Hears what the workers of a job report.
 
+    Args:
+        options: what the workers do; see `WorkerOptions`.
+
     Attributes:
         door: the path of the socket where they report.
         reports: of each worker, of all its starts.
@@ -41,7 +44,8 @@ class Audience:
         living: the workers that have been started and whose line has not ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
+        self.options = WorkerOptions(**options)
         self.reports: dict[int, list[Report]] = {}
         self.killed: list[tuple[int, float, int]] = []
         self.living: set[int] = set()
@@ -66,7 +70,7 @@ class Audience:
             error.add_note(f"What the workers said:\n{self.said()}")
         self._held.close()
 
-    def said(self) -> str:
+    def said(self, *tasks: str) -> str:
         """Return what the workers have written."""
         return ""
 
@@ -82,9 +86,9 @@ class Audience:
 
     @property
     def results(self) -> dict[int, Report]:
-        """The results of the workers that came to the end."""
-        last = {index: each[-1] for index, each in self.reports.items() if each}
-        return {index: each for index, each in last.items() if each["what"] == "result"}
+        """The results of the workers that came to the end, of those that had joined the job."""
+        last = {index: each[-1] for index, each in self.reports.items()}
+        return {index: each for index, each in last.items() if each.get("joined")}
 
     def progress(self) -> dict[int, Any]:
         """Return the last report of each worker."""
@@ -156,6 +160,37 @@ class Audience:
             seconds += [min(after)] if after else []
         return seconds
 
+    def faults(self) -> list[str]:
+        """Return what is wrong with the results, in words; an empty list if all is right."""
+        if not self.results:
+            return [f"nobody came to the end: {self.progress()}"]
+        wrong = []
+        weights = expected(self.options) if self.options.source == "data" else None
+        for index, result in self.results.items():
+            if weights is not None:
+                error = np.abs(np.array(result["weights"]) - weights).max()
+                if not error <= TOLERANCE:
+                    wrong.append(f"worker {index}: weights are wrong by {error:.2g}")
+            counts = np.array(result["counts"]) * len(result["counts"]) / self.options.epochs
+            if not np.all(counts == 1):
+                lost, twice = np.sum(counts < 1), np.sum(counts > 1)
+                wrong.append(f"worker {index}: {lost} samples were lost, {twice} counted twice")
+            wrong += self._metric_faults(index, result)
+        first, *others = self.results.values()
+        if any(each["weights"] != first["weights"] for each in others):
+            wrong.append("the weights of the workers differ")
+        return wrong
+
+    def _metric_faults(self, index: int, result: Report) -> list[str]:
+        if "metrics lack" in self.said():
+            return []
+        full = self.options.rows * (self.options.rows + 1) / 2
+        there = {each["epoch"] for each in self.steps(index) if each["pid"] == result["pid"]}
+        totals = [result["totals"][epoch] for epoch in sorted(there)]  # Others were skipped.
+        if all(total == full for total in totals):
+            return []
+        return [f"worker {index}: the metric is {totals} of {full}"]
+
 
 class Crew(Audience):
     """The workers of an elastic job.
@@ -176,9 +211,8 @@ class Crew(Audience):
         environ: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(**options)
         self.size, self.hosts = size, hosts
-        self.options = WorkerOptions(**options)
         self._fresh: dict[int, subprocess.Popen[bytes]] = {}
         self.tasks = self._held.enter_context(
             Tasks(max(size, seats), 0, chief=False, **(environ or {}))
@@ -190,9 +224,9 @@ class Crew(Audience):
             process.wait()
         super().__exit__(kind, error, trace)
 
-    def said(self) -> str:
-        """Return what the workers have written."""
-        return self.tasks.said()
+    def said(self, *tasks: str) -> str:
+        """Return what the workers, or some such as ``worker:0``, have written."""
+        return self.tasks.said(*tasks)
 
     def environ_of(self, index: int, **options: Any) -> dict[str, str]:
         """Return what a worker has in its environment besides its cluster."""
@@ -268,37 +302,6 @@ class Crew(Audience):
             raise AssertionError(f"workers {sorted(self.living)} hang: {error}") from None
         return {index: self.code(index) for index in self.reports}
 
-    def faults(self) -> list[str]:
-        """Return what is wrong with the results, in words; an empty list if all is right."""
-        if not self.results:
-            return [f"nobody came to the end: {self.progress()}"]
-        wrong = []
-        weights = expected(self.options) if self.options.source == "data" else None
-        for index, result in self.results.items():
-            if weights is not None:
-                error = np.abs(np.array(result["weights"]) - weights).max()
-                if not error <= TOLERANCE:
-                    wrong.append(f"worker {index}: weights are wrong by {error:.2g}")
-            counts = np.array(result["counts"]) * len(result["counts"]) / self.options.epochs
-            if not np.all(counts == 1):
-                lost, twice = np.sum(counts < 1), np.sum(counts > 1)
-                wrong.append(f"worker {index}: {lost} samples were lost, {twice} counted twice")
-            wrong += self._metric_faults(index, result)
-        first, *others = self.results.values()
-        if any(each["weights"] != first["weights"] for each in others):
-            wrong.append("the weights of the workers differ")
-        return wrong
-
-    def _metric_faults(self, index: int, result: Report) -> list[str]:
-        if "metrics lack" in self.said():
-            return []
-        full = self.options.rows * (self.options.rows + 1) / 2
-        there = {each["epoch"] for each in self.steps(index) if each["pid"] == result["pid"]}
-        totals = [result["totals"][epoch] for epoch in sorted(there)]  # Others were skipped.
-        if all(total == full for total in totals):
-            return []
-        return [f"worker {index}: the metric is {totals} of {full}"]
-
 
 def expected(options: WorkerOptions) -> np.ndarray:
     """Return the weights of an undisturbed run, which this process computes."""
@@ -319,6 +322,8 @@ WIRES: dict[str, dict[str, Any]] = {
     "ring": {"implementation": "ring"},
     "two groups": {"hosts": ("red", "blue")},
 }
+# What a worker says that comes after the end of the job.
+_LATE = "to start", "answers any more", "a coordinator that it can reach"
 MODES = ("one", "two at once", "all but one", "in a change", "and back")
 
 
@@ -392,7 +397,7 @@ def play(drama: Drama) -> tuple[list[str], list[float], int]:
         for index, code in codes.items():
             text = crew.reports[index][-1].get("text", "")
             # It came after the end of the job.
-            late = index in died and ("to start" in text or "answers any more" in text)
+            late = index in died and any(each in text for each in _LATE)
             if code not in ((0, -signal.SIGKILL) if index in died else (0,)) and not late:
                 wrong.append(f"worker {index} ended with {code}: {text}")
         wrong += crew.faults()

@@ -223,6 +223,7 @@ def train(options: WorkerOptions, reports: Reports, fuse: _Fuse) -> dict[str, An
             "counts": counts.numpy().tolist(),
             "totals": totals,
             "changes": strategy.session.changes,
+            "joined": not strategy.session.is_newcomer,
         }
 
 

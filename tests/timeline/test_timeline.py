@@ -138,6 +138,18 @@ def test_those_who_are_left_after_a_recovery_are_reported_together(tmp_path: Pat
     assert len(list(tmp_path.iterdir())) == 6  # Those of earlier jobs are still there.
 
 
+def test_an_elastic_worker_keeps_its_file_when_its_rank_changes(tmp_path: Path):
+    recorder = timeline.Recorder(tmp_path)
+    recorder.identify("worker 1", ["worker 0", "worker 1"], settles=True)
+    for rank in (1, 0):
+        recorder.identify(f"rank {rank}", ["rank 0", "rank 1"])
+        recorder.add("wait", "", rank, 2)
+        recorder.flush()
+    recorder.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["trace-worker-1.json"]
+    assert len(trace_report.read(tmp_path)[0].events) == 2
+
+
 def test_a_file_that_is_full_counts_what_it_leaves_out(tmp_path: Path):
     with contextlib.closing(timeline.Recorder(tmp_path, max_bytes=2000)) as recorder:
         for _ in range(100):

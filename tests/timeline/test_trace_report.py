@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ndistribute import trace_report
-from ndistribute.trace_report import Event, Trace, exclusive, lateness, offsets
+from ndistribute.trace_report import Event, Trace, calls, exclusive, explain, lateness, offsets
 
 STEP = 10_000.0
 
@@ -113,6 +113,28 @@ def test_titles_that_come_back_in_each_step_are_told_apart():
     assert len(found) == 3 * 2
     assert found["all_reduce #1", 2] == (110, 135)
     assert found["all_reduce #2", 2] == (112, 138)
+
+
+def test_steps_count_from_a_change_of_members_and_the_report_names_each_change():
+    def steps(first: float, count: int) -> list[Event]:
+        times = [first + 10.0 * number for number in range(count)]
+        of_each = [
+            (Event("compute", "", t, t + 9, 1), Event("wait", "sum #1", t + 5, t + 8, 1))
+            for t in times
+        ]
+        return [event for both in of_each for event in both]
+
+    text = "membership 2: worker:1 joined: 2 workers go on"
+    here = [*steps(0.0, 3), Event("members", text, 30.0, 45.0, 1), *steps(50.0, 2)]
+    newcomer = [Event("members", "membership 2", 10.0, 45.0, 1), *steps(50.0, 2)]
+    both = [calls(events) for events in (here, newcomer)]
+    assert len(both[0]) == 5
+    assert both[0].keys() & both[1].keys() == both[1].keys()
+    assert len(both[1]) == 2
+    said = explain(
+        [Trace("worker 0", events=tuple(here)), Trace("worker 1", events=tuple(newcomer))]
+    )
+    assert "Membership 2: worker:1 joined: 2 workers go on; it took 15 us." in said
 
 
 def test_a_process_has_come_when_the_last_of_its_replicas_has():
