@@ -114,6 +114,8 @@ def made(kind: str) -> Any:
         optimizer = nd.optimizers.GradientAccumulation(nd.optimizers.SGD(0.1), 2)
     elif kind == "scale":
         optimizer = nd.optimizers.LossScale(optimizer, growth_steps=3)
+    elif kind == "rate":
+        optimizer = nd.optimizers.SGD(nd.optimizers.schedules.ScaledByWorkers(0.03))
     model.compile(optimizer, "mse", metrics=["mae"])
     return model
 
@@ -141,7 +143,8 @@ def run(
     _ends[:] = ends or []
     strategy: Any = nd.get_strategy()
     if "TF_CONFIG" in os.environ:
-        strategy = nd.MultiWorkerMirroredStrategy(elastic=nd.Elastic())
+        limits = nd.Elastic(batch="scaled" if kind == "rate" else "constant")
+        strategy = nd.MultiWorkerMirroredStrategy(elastic=limits)
     x, y = data()
     with strategy.scope():
         model = made(kind)
@@ -158,7 +161,8 @@ def run(
         if steps is not None:
             dataset = nd.Dataset.from_tensor_slices((x, y)).shuffle(ROWS, seed=2).batch(8)
             examples = {"x": dataset.repeat(), "steps_per_epoch": steps}
-        options |= {"epochs": epochs, "verbose": 2, "callbacks": [ending, rates, stops, *more]}
+        callbacks = [ending, stops, *more] if kind == "rate" else [ending, rates, stops, *more]
+        options |= {"epochs": epochs, "verbose": 2, "callbacks": callbacks}
         history = model.fit(**examples, **options)
         result = {"epochs": history.epoch, "logs": history.history}
         result |= {"begun": ending.epochs, "best": stops.best}
@@ -166,6 +170,8 @@ def run(
             result["scores"] = model.evaluate(x, y, batch_size=8, callbacks=ending, verbose=0)
             result["outputs"] = model.predict(x, batch_size=8, callbacks=ending).tolist()
         result["weights"] = [w.tolist() for w in model.get_weights()]
+        if kind == "rate":
+            result["rate"] = model.optimizer.learning_rate(0)
         result["steps"] = int(model.optimizer.iterations)
         result["chief"] = strategy.is_chief
     if strategy.session is not None:

@@ -13,7 +13,7 @@ import pytest
 import ndistribute as nd
 from ndistribute import tensor_files
 from tests.jobs import elastic_fit
-from tests.processes import ROOT, Tasks, wait_until
+from tests.processes import ROOT, Tasks, free_addresses, tf_config, wait_until
 
 SCRIPT = str(ROOT / "tests" / "jobs" / "elastic_fit.py")
 
@@ -170,3 +170,29 @@ def test_a_backup_covers_the_loss_of_all(job, tmp_path):
     for result in map(begun.result, range(3)):
         np.testing.assert_allclose(result["outputs"], expected["outputs"], atol=1e-5)
         assert (result["epochs"], result["steps"]) == ([1, 2], expected["steps"])
+
+
+def test_the_rate_is_in_proportion_to_the_workers_whose_batches_are_kept(job):
+    begun = job(kind="rate")
+    for index in range(3):
+        begun.start(index, ends=["train", 4] if index == 1 else None)
+    for result in (begun.result(0), begun.result(2)):
+        assert result["rate"] == pytest.approx(0.02)
+        # Batches became smaller, so that there are more of them.
+        assert result["steps"] > undisturbed("fit")["steps"]
+        assert np.isfinite(result["logs"]["loss"]).all()
+
+
+def test_what_cannot_go_on_with_other_workers_is_refused_at_the_start(monkeypatch):
+    config = tf_config(free_addresses({"worker": 1}), "worker", 0)
+    monkeypatch.setenv("TF_CONFIG", config)
+    x, y = elastic_fit.data()
+    with nd.MultiWorkerMirroredStrategy(elastic=nd.Elastic()) as strategy:
+        model = elastic_fit.made("gan")
+        with pytest.raises(ValueError, match="list_iterator, which cannot go back"):
+            model.fit(iter([(x, y)]), verbose=0)
+        inner = nd.optimizers.GradientAccumulation(nd.optimizers.SGD(0.1), 2)
+        model.compile(nd.optimizers.LossScale(inner))
+        with pytest.raises(ValueError, match=r"LossScale\(GradientAccumulation"):
+            model.fit(x, y, verbose=0)
+        assert strategy.is_chief
