@@ -347,6 +347,11 @@ class Ranks:
         """Send a signal to one process."""
         signal.pidfd_send_signal(self._pidfds[rank], number)
 
+    def end(self, rank: int) -> None:
+        """Kill one process, and wait until it holds nothing any more."""
+        self.signal(rank, signal.SIGKILL)
+        assert wait([self._pidfds[rank]], HANG_SECONDS)
+
     def kill(self) -> None:
         """Kill every process."""
         for pidfd in self._pidfds:

@@ -50,7 +50,7 @@ _PURPOSE = "meeting"
 _REACH_SECONDS = 1.0  # For an answer: a stopped process accepts connections and is silent.
 _PAUSES = (0.002, 0.005, 0.01, 0.02, 0.05)
 _ALONE_SECONDS = 0.005  # Of a coordinator, until it asks those who are absent.
-_WATCH_SECONDS = 0.2  # Between two questions to a member that may have ended.
+_WATCH_SECONDS = 0.1  # Between two questions to a member that may have ended.
 _LOOK_SECONDS = 2.0  # Between two looks for a running job, of a worker that starts.
 _SUSPECT_SECONDS = 5.0  # Without an answer, of a member that the failure detector calls silent.
 _GRACE_SECONDS = 2.0  # For the coordinator's word on who is missing.
@@ -70,8 +70,8 @@ class LoopOver(errors.DistributeError):
 
 
 _ANSWERS = JobStatus | RosterPlan | Redirection
-_ELSEWHERE, _GONE, _OUTSIDE, _LATE = "elsewhere", "gone", "not a member", "late"
-_RAISED = {_OUTSIDE: NotAMember, _LATE: errors.CollectiveTimeoutError}
+_ELSEWHERE, _GONE = "elsewhere", "gone"
+_RAISED = NotAMember, errors.CollectiveTimeoutError, errors.WorkerLostError  # Also by others.
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,12 @@ class Meetings:
             NotAMember: the job has gone on without this process, or runs already.
         """
         with self._arriving(report, suspects) as (arrival, listener):
-            deadline = time.monotonic() + self._timeout
+            deadline, waiting = time.monotonic() + self._timeout, WaitReport(self._task)
+            missing = "a worker that it can reach"
+            if not arrival.rosters:
+                missing = f"the first worker, at {self._addresses[0]}, to start"
             for _ in Attempts(deadline, *_PAUSES, wait=self._closing.wait):
+                waiting.tell(missing)
                 plan = self._go_to_lower_ranks(arrival, deadline)
                 if self._runs:
                     raise NotAMember(_outside(arrival).why)
@@ -169,7 +173,7 @@ class Meetings:
                     plan = self._lead(arrival, deadline)
                 if isinstance(plan, RosterPlan):
                     return self._accept(plan, listener)
-            raise self._late("a coordinator that it can reach")
+            raise self._late(missing)
 
     def join(self, report: WorkerReport) -> Joined:
         """Wait as a newcomer until the job admits this process, and return the next membership.
@@ -195,13 +199,16 @@ class Meetings:
                         what = f"no worker of the job that {self._task} waits for answers any more"
                         raise errors.WorkerLostError(f"{what}: they were lost. Start it again.")
                     continue
-                if status.loop > report.loop:
+                if status.loop > report.loop + (not status.admits):
                     raise LoopOver(f"the job of {self._task} is past loop {report.loop}.")
+                if status.loop > report.loop:  # Another loop may begin, or the job end.
+                    in_order, since = True, time.monotonic()
+                    continue
                 reply = self._go_to(status.address, arrival, float("inf"))
                 since = time.monotonic()
                 if isinstance(reply, RosterPlan):
                     return self._accept(reply, listener)
-                in_order = reply is not None and reply.kind == _GONE
+                in_order |= reply is not None and reply.kind == _GONE
         raise self._late("a job to join")
 
     def establish(self, plan: RosterPlan) -> None:
@@ -275,13 +282,13 @@ class Meetings:
         return [each for each in (self._established, *self._accepted) if each]
 
     def _status(self) -> JobStatus:
-        if not self._rosters:
-            return JobStatus(self.member.instance)
+        if self._left or not self._rosters:
+            return JobStatus(self.member.instance, -1 if self._left else 0)
         last = self._rosters[-1]
         here = self.member.address if self._begun else last.members[0].address
         members = tuple(name for roster in self._rosters for name in roster.instances)
         name, place = self.member.instance, self._host or here
-        return JobStatus(name, last.number, self._loop, place, members)
+        return JobStatus(name, last.number, self._loop, self._admits, place, members)
 
     def _answer_to(self, arrival: Arrival) -> Redirection | None:
         """Return why an arrival cannot wait here, or None if it can."""
@@ -306,8 +313,9 @@ class Meetings:
             if self._is_gone(member):
                 continue
             reply = self._go_to(member.address, arrival, deadline, member.instance)
-            if isinstance(reply, Redirection) and reply.kind in _RAISED:
-                raise _RAISED[reply.kind](reply.why)
+            for kind in _RAISED:
+                if isinstance(reply, Redirection) and reply.kind == kind.__name__:
+                    raise kind(reply.why)
             if isinstance(reply, Redirection) and reply.kind == _GONE:
                 self._lose(member.instance)
             elif reply is not None:
@@ -369,8 +377,8 @@ class Meetings:
             self._hinted = False
             self._meeting.silent.clear()
             come, led = self._meeting.arrivals, time.monotonic()
-            since = [at for name, (*_, at) in self._peers.items() if not come[name].report.newcomer]
-            self._begun = min([led, *since])
+            here = [name for name in self._peers if name in come and not come[name].report.newcomer]
+            self._begun = min([led, *(self._peers[name][2] for name in here)])
             self._meeting.arrive(arrival)
             try:
                 while not self._closing.is_set():
@@ -380,15 +388,16 @@ class Meetings:
                     if self._hinted or self._runs:
                         return None
                     if (now := time.monotonic()) >= min(deadline, self._begun + self._timeout):
-                        error = self._late(decision)
-                        self._dismiss(Redirection(_LATE, str(error)))
-                        raise error
+                        raise self._late(decision)
                     waiting.tell(decision)
                     if now >= led + _ALONE_SECONDS:
                         self._ask_absent(arrival, asked, stop)
                     notified = self._changed.wait(timeout=pause)
                     pause = 0.001 if notified else min(2 * pause, _PAUSES[-1])
                 return None
+            except errors.DistributeError as error:
+                self._dismiss(Redirection(type(error).__name__, str(error)))
+                raise
             finally:
                 stop.set()
                 self._begun = 0.0
@@ -400,9 +409,8 @@ class Meetings:
         for member in [*meeting.absent, *meeting.doubtful]:
             self._is_gone(member)
         for outsider in meeting.outsiders:
-            if outsider.member.instance == self.member.instance:
-                raise NotAMember(_outside(outsider).why)
             self._send(outsider.member.instance, _outside(outsider))
+            self._runs |= outsider.member.instance == self.member.instance
         waited = time.monotonic() - self._begun
         decision = meeting.decide(waited, self._admits, secrets.token_hex(8))
         if isinstance(decision, RosterPlan):
@@ -440,7 +448,7 @@ class Meetings:
         if status is None:
             ended = member.machine != self.member.machine and _refuses(member.address)
         else:
-            ended = status.instance != member.instance or not status.number
+            ended = status.instance != member.instance or status.number < 0
             later = any(roster.number < status.number for roster in last)
             self._runs |= later and self.member.instance not in status.members
         if ended:
@@ -509,7 +517,7 @@ class Meetings:
         """Return the status of a running job, if any, and whether somebody did not answer."""
         begun = time.monotonic()
         for status in self._ask({*self._addresses} - {self.member.address}, Inquiry()):
-            if status is not None and status.number:
+            if status is not None and status.number > 0:
                 return status, False
         return None, time.monotonic() - begun > _REACH_SECONDS / 2
 
@@ -563,7 +571,9 @@ class Meetings:
 
 
 def _outside(arrival: Arrival) -> Redirection:
-    return Redirection(_OUTSIDE, f"the job goes on without {arrival.member.task}, which may join.")
+    return Redirection(
+        "NotAMember", f"the job goes on without {arrival.member.task}, which may join."
+    )
 
 
 def _start_of(pid: int) -> int | None:

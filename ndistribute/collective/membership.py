@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from ndistribute.errors import WorkerLostError
 from ndistribute.transport.codec import Record
 from ndistribute.transport.waiting import shortened
 
@@ -131,11 +132,12 @@ class RosterPlan(Record, frozen=True):
 
 
 class JobStatus(Record, frozen=True):
-    """What a process says about the job that it belongs to; the number is 0 if it is in none."""
+    """What a process says about the job that it belongs to."""
 
     instance: str
-    number: int = 0
+    number: int = 0  # Of its last roster; 0 without one, -1 if it has left.
     loop: int = 0
+    admits: bool = False  # Whether newcomers may join in it.
     address: str = ""  # Where newcomers wait.
     members: tuple[str, ...] = ()  # Instances that belong to it, or may belong to it.
 
@@ -272,20 +274,24 @@ class RosterMeeting:
             waited: the seconds since the meeting has begun.
             admits: whether newcomers may join.
             new_id: the identity of the roster that is planned.
+
+        Raises:
+            WorkerLostError: all who had the state of the job have ended.
         """
         if not self.rosters:
             return self._begin(waited, new_id)
-        absent = self.absent
+        absent, before = self.absent, self.established
+        if before is not None and self.gone.issuperset(before.instances):
+            what = "every worker that had the state of the job has ended"
+            raise WorkerLostError(f"{what}. Start it again, from its last checkpoint.", op="meet")
         if late := [each for each in absent if each.instance not in self.silent]:
             return _named(late)
-        rosters, here, before = self.rosters, self.arrivals.keys(), self.established
+        rosters, here = self.rosters, self.arrivals.keys()
         if not all(may_go_on(roster, here, self.gone) for roster in rosters):
             if absent:
                 why = "which does not answer, and may go on elsewhere with others of the job"
                 return f"{_named(absent)}, {why}"
             return "workers that were cut off, and may have gone on since their witnesses ended"
-        if before is not None and not any(name in here for name in before.instances):
-            return "the workers that had the state of the job, which have all ended"
         staying = [self.arrivals[name] for name in self.members if name in here]
         members = [each.report for each in staying if not each.report.newcomer]
         last = max((report.unit for report in members), default=0)

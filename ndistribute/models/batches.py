@@ -228,6 +228,11 @@ class _Sequence:
 def _iterable(batches: Any) -> Any:
     """Return what `as_dataset` takes for a generator, or for a `Sequence` of Keras."""
     if isinstance(batches, Iterator):
+        if get_strategy().session is not None:
+            raise ValueError(
+                f"x is a {type(batches).__name__}, which cannot go back to an earlier batch, as "
+                "elastic workers must when one is lost: pass Dataset.from_generator(function)."
+            )
         return Dataset.from_generator(_rest_of(batches))
     is_sequence = hasattr(batches, "__getitem__") and hasattr(batches, "__len__")
     if is_sequence and (hasattr(batches, "on_epoch_end") or not hasattr(batches, "__iter__")):

@@ -43,12 +43,13 @@ def by_every_worker(save: Save) -> Save:
 
     @functools.wraps(save)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        act = functools.partial(save, self, *args, **kwargs)
         workers = self.strategy.input_topology.workers
         if workers is None or workers.users_call:
-            return save(self, *args, **kwargs)
+            return act()
         workers.users_call = name = f"{type(self).__name__}.{save.__name__}()"
         try:
-            return save(self, *args, **kwargs)
+            return self.strategy.attempt(act)
         except DistributeError as error:
             if error.sequence is not None:  # Else a process was lost.
                 advice = f"Every worker must call {name}; the chief alone reads and writes files."
@@ -128,14 +129,14 @@ class Checkpoint:
         """
         path = Path(path)
         series = (path, NAME, 1) if path.suffix in _OF_FILES else (path.parent, path.name)
-        return Path(by_chief(self.strategy, self.writer(*series)))
+        return Path(by_chief(self.strategy, self.writer(*series)) or path)
 
     @by_every_worker
     def write(self, path: str | os.PathLike[str]) -> Path:
         """Write the state as `save` does, in place of what `write` wrote to that path before."""
         path = Path(path)
         writer = self.writer(path.parent, path.name, keep=1, kind="write")
-        return Path(by_chief(self.strategy, writer))
+        return Path(by_chief(self.strategy, writer) or path)
 
     def read(self, path: str | os.PathLike[str]) -> None:
         """Set the state to what `write` or `save` wrote; see `restore`."""
@@ -161,7 +162,7 @@ class Checkpoint:
         If this raises, also in `load_state_dict` of an object, no value has changed on any worker.
         Models and optimizers that were built for it stay built.
         """
-        self.load(*by_chief(self.strategy, lambda: read_newest(Path(path))))
+        self.load(*by_chief(self.strategy, lambda: read_newest(Path(path)), reads=True))
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return a copy of the state as tensors and plain values, the same on every worker."""
@@ -408,13 +409,20 @@ def read_newest(path: Path) -> tuple[str, dict[str, Any], Any]:
         raise
 
 
-def by_chief(strategy: Any, act: Callable[[], Any]) -> Any:
+def by_chief(strategy: Any, act: Callable[[], Any], *, reads: bool = False) -> Any:
     """Return what a function returns on the chief, plain values and arrays, on every worker.
 
-    An error of the chief is raised by all.
+    An error of the chief is raised by all. A worker that has not joined its job yet gets None; it
+    acts if the function only reads.
     """
-    acts = strategy.input_topology.workers is None or strategy.is_chief
-    return by_all(strategy, lambda: act() if acts else None)[0]
+    session = strategy.session
+    alone = strategy.input_topology.workers is None if session is None else session.is_newcomer
+    alone &= reads or session is None
+
+    def call() -> Any:
+        return by_all(strategy, lambda: act() if alone or strategy.is_chief else None)[0]
+
+    return strategy.attempt(call)  # If the chief is lost, another one acts.
 
 
 def by_all(strategy: Any, act: Callable[[], Any]) -> list[Any]:

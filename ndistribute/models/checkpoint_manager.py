@@ -124,7 +124,7 @@ class CheckpointManager:
         more = {"step": step}
         write = self.checkpoint.writer(self.directory, _SERIES, self._keep, more, self._kind)
         if not self._asynchronous:
-            path = Path(by_chief(self.strategy, write))
+            path = Path(by_chief(self.strategy, write) or self.directory)
             self.step = step
             return path
 
@@ -138,7 +138,8 @@ class CheckpointManager:
                 written.set()
 
         strategy = self.strategy
-        if strategy.is_chief or strategy.input_topology.workers is None:
+        alone = strategy.input_topology.workers is None and strategy.session is None
+        if strategy.is_chief or alone:
             written = threading.Event()
             thread = threading.Thread(target=keep_failure, name="checkpoint")
             thread.start()

@@ -49,7 +49,7 @@ def export(
         data["compiled"] = encoder.encode(model.get_compile_config())
     state = Weights(model=model) if state is None else state
     write = state.writer(path.parent, path.name, max_to_keep, {"architecture": data}, "model")
-    return Path(by_chief(model.strategy, write))
+    return Path(by_chief(model.strategy, write) or path)
 
 
 def load(
@@ -80,7 +80,8 @@ def load(
     >>> bool(np.array_equal(loaded(np.ones((1, 3), np.float32)), y))
     True
     """
-    source, tensors, data = by_chief(get_strategy(), lambda: read_newest(Path(path)))
+    strategy = get_strategy()
+    source, tensors, data = by_chief(strategy, lambda: read_newest(Path(path)), reads=True)
     if "architecture" not in data:
         raise ValueError(f"{source} is no exported model: write one with model.export(path).")
     described, decoder = data["architecture"], Architecture(source)

@@ -27,6 +27,7 @@ class TrainingPosition:
     finished: bool = False  # Whether the training ended as planned.
     validates: bool = False  # Whether some epochs are validated.
     exhausted: bool = False  # Whether the dataset has nothing for an epoch.
+    has_joined: bool = False  # Whether a newcomer goes on in an epoch that others have begun.
     trained: Sequence[Variable] = ()
     penalized: Any = None  # The layers with penalties, once a loop has begun.
     logs: dict[str, Any] | None = None  # What the last step returned, if the model defines it.
@@ -41,6 +42,9 @@ class TrainingPosition:
             dataset: the distributed dataset.
             steps: the steps of an epoch, if epochs go on in the dataset; otherwise None.
         """
+        if self.has_joined:
+            self.has_joined = False  # Its iterator is that of the others.
+            return
         restored, self._restored = self._restored, None
         if restored is not None:
             self.iterator = iter(dataset)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from ndistribute.models.checkpoint import Weights, by_every_worker, check_absent
 from ndistribute.models.chief import Chief, schedules_steps
 from ndistribute.models.fingerprint import fingerprint
 from ndistribute.models.layers.layer import Layer
+from ndistribute.models.newcomers import is_outside, sharing, training_loop
 from ndistribute.models.position import NO_BATCHES, TrainingPosition, warn_of_end
 from ndistribute.models.training_steps import TrainingSteps
 
@@ -56,6 +56,9 @@ class Trainer(TrainingSteps):
         validation_freq: int | Collection[int] = 1,
     ) -> History:
         """Train the model, and return the metrics of each epoch.
+
+        Where workers come and go, a newcomer joins in the running step, unless the others have
+        ended the training: its history is empty then.
 
         Args:
             x: a nest of arrays, or a dataset of batches ``(x, y)`` or ``(x, y, sample_weight)`` of
@@ -112,7 +115,8 @@ class Trainer(TrainingSteps):
                 chief = on_exit.enter_context(closing(Chief(self, x, data, steps_per_epoch)))
                 run_epoch = functools.partial(chief.run_epoch)
             position.validates = scored is not None
-            self._train(epochs, called, run_epoch, scored or {}, every)
+            loop = training_loop(self, distributed)
+            self._train(epochs, called, run_epoch, scored or {}, every, loop)
         return self.history  # type: ignore[no-any-return]
 
     def _train(
@@ -122,26 +126,29 @@ class Trainer(TrainingSteps):
         run_epoch: Callable[..., None],
         scored: Mapping[str, Any],
         validated: Collection[int],
+        loop: AbstractContextManager[bool],
     ) -> None:
         """Make the remaining epochs, of which some are validated by `evaluate`."""
         position, logs = self.position, dict[str, Any]()
         try:
             called.call("on_train_begin", {})
-            while position.epoch < epochs and not self.stop_training:
-                if not position.step:
-                    self.reset_metrics()
-                called.call("on_epoch_begin", position.epoch, {})
-                run_epoch(called)
-                if position.exhausted:
-                    break
-                epoch, logs = position.epoch, self._results()
-                if scored and epoch + 1 in validated:
-                    scores = self.evaluate(**scored, callbacks=called)
-                    logs |= {f"val_{name}": value for name, value in scores.items()}
-                position.epoch, position.step = epoch + 1, 0
-                called.call("on_epoch_end", epoch, logs)
-            self.optimizer.finalize_variable_values(self.trainable_variables)
-            position.finished = True
+            with loop as is_running:
+                while is_running and position.epoch < epochs and not self.stop_training:
+                    if not position.step:
+                        self.reset_metrics()
+                    called.call("on_epoch_begin", position.epoch, {})
+                    run_epoch(called)
+                    if position.exhausted:
+                        break
+                    epoch, logs = position.epoch, self._results()
+                    if scored and epoch + 1 in validated:
+                        scores = self.evaluate(**scored, callbacks=called)
+                        logs |= {f"val_{name}": value for name, value in scores.items()}
+                    position.epoch, position.step = epoch + 1, 0
+                    called.call("on_epoch_end", epoch, logs)
+            if is_running:
+                self.optimizer.finalize_variable_values(self.trainable_variables)
+                position.finished = True
         finally:
             called.call("on_train_end", logs)
 
@@ -163,6 +170,8 @@ class Trainer(TrainingSteps):
     ) -> Any:
         """Return the loss and the metrics over data.
 
+        A newcomer that joins its job after this evaluation has counted nothing.
+
         Args:
             x: a nest of arrays, or a dataset as for `fit`.
             y: the labels, for arrays.
@@ -183,17 +192,17 @@ class Trainer(TrainingSteps):
             data = _batches.batches_of(x, y, sample_weight, batch_size)
             self._make_ready(data)
             self.reset_metrics()
-            made, end = 0, called.overriding("on_test_batch_end")
+            made, end = list[None](), called.overriding("on_test_batch_end")
             called.call("on_test_begin", {})
-            for batch in itertools.islice(self._distributed(data, steps=steps), steps):
-                called.call("on_test_batch_begin", made, {})
+            for batch in self._batches_for(made, data, steps):
+                called.call("on_test_batch_begin", len(made), {})
                 self._run("_test_step", batch)
-                self._end_batch(end, made)
-                made += 1
-            if not made:
+                self._end_batch(end, len(made))
+                made.append(None)
+            if not made and not is_outside(self.strategy):
                 raise ValueError(NO_BATCHES.format("evaluate"))
-            if steps is not None and made < steps:
-                warn_of_end("evaluate", made, f"steps={steps}")
+            if made and steps is not None and len(made) < steps:
+                warn_of_end("evaluate", len(made), f"steps={steps}")
             logs = self._results()
             called.call("on_test_end", logs)
         self._show(verbose, logs)
@@ -246,11 +255,18 @@ class Trainer(TrainingSteps):
 
     def _distributed(self, data: Any, **steps: int | None) -> Any:
         """Return a dataset divided among the replicas, which it may be already."""
-        is_divided = isinstance(data, DistributedDataset)
-        divided = data if is_divided else self.strategy.distribute_dataset(data)
+        divided = self.strategy.elastic(data)
         if None in steps.values() and divided.cardinality() == INFINITE_CARDINALITY:
             raise ValueError(f"the dataset repeats without end: pass {next(iter(steps))}.")
         return divided
+
+    def _batches_for(self, made: list[Any], data: Any, steps: int | None) -> Iterator[Any]:
+        """Yield batches for the rest of some steps; a newcomer gets what others made before."""
+        take = functools.partial(made.__setitem__, slice(None))
+        with sharing(self.strategy.session, lambda: made, take):
+            batches = iter(self._distributed(data, steps=steps))
+            while len(made) != steps and (batch := next(batches, _END)) is not _END:
+                yield batch
 
     def predict(
         self,
@@ -261,6 +277,8 @@ class Trainer(TrainingSteps):
         callbacks: Iterable[Callback] | Callback | None = None,
     ) -> Any:
         """Return the predictions for all examples, in their order, as arrays on the host.
+
+        A newcomer that joins its job after this prediction gets no rows.
 
         Args:
             x: a nest of arrays, or a dataset of batches ``x``, ``(x,)`` or ``(x, y)``.
@@ -275,23 +293,30 @@ class Trainer(TrainingSteps):
             self._make_ready(data)
             parts: list[Any] = []
             called.call("on_predict_begin", {})
-            for batch in itertools.islice(self._distributed(data, steps=steps), steps):
+            for batch in self._batches_for(parts, data, steps):
                 number = len(parts)
                 called.call("on_predict_batch_begin", number, {})
-                part = batch if self._defines("predict_step") else (_batches.unpacked(batch)[0],)
-                step = functools.partial(strategy.run, self._steps["_predict_step"])
-                some = [
-                    (step(args=(rows,)), counting)
-                    for rows, counting in _batches.equal_parts(strategy, part)
-                ]
-                outputs = _batches.joined_parts(some)
-                parts.append(tree.map_leaves(to_host, strategy.gather(outputs, axis=0)))
+                parts.append(strategy.attempt(functools.partial(self._outputs, batch)))
                 called.call("on_predict_batch_end", number, {"outputs": parts[-1]})
             called.call("on_predict_end", {})
+            if not parts and is_outside(strategy):  # Others have predicted: return no rows.
+                outputs = self._outputs(next(iter(strategy.distribute_dataset(data))))
+                parts = [tree.map_leaves(lambda rows: rows[:0], outputs)]
         if not parts:
             raise ValueError(NO_BATCHES.format("predict"))
         self._show(verbose, {}, f"Predicted {len(parts)} batches.")
         return tree.map_leaves(lambda *pieces: np.concatenate(pieces), *parts)
+
+    def _outputs(self, batch: Any) -> Any:
+        """Return the predictions for a batch of all workers."""
+        strategy, step = self.strategy, self._steps["_predict_step"]
+        part = batch if self._defines("predict_step") else (_batches.unpacked(batch)[0],)
+        some = [
+            (strategy.run(step, args=(rows,)), counting)
+            for rows, counting in _batches.equal_parts(strategy, part)
+        ]
+        gathered = strategy.gather(_batches.joined_parts(some), axis=0)
+        return tree.map_leaves(to_host, gathered)
 
     def _begin(
         self, epochs: range, callbacks: list[Callback], data: Dataset, more: Any
@@ -395,10 +420,13 @@ class Trainer(TrainingSteps):
         if not self._defines_call():
             return  # Its steps call its parts, which are built then.
         if not (self.built and all(layer.built for layer in self.walk())):
+            is_divided = isinstance(data, DistributedDataset)
+            if is_divided and self.strategy.session:
+                data = data.divided_among(self.strategy.input_topology)
             first = next(iter(data), None)
             if first is None:
                 raise ValueError(NO_BATCHES.format(f"model {self.name!r}"))
-            if isinstance(data, DistributedDataset):
+            if is_divided:
                 first = self.strategy.local_results(first)[0]
             self.build_for(_batches.unpacked(first)[0])
         elif self.output_names is None and self.input_spec is not None:
@@ -447,6 +475,9 @@ class Trainer(TrainingSteps):
             raise RuntimeError(
                 f"{what} of model {self.name!r}: call compile(optimizer, loss) first."
             )
+
+
+_END = object()
 
 
 def _as_asked(logs: dict[str, Any], return_dict: bool) -> Any:

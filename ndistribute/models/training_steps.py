@@ -146,7 +146,8 @@ class TrainingSteps(Layer):
                 "servers: leave it out, or use another strategy."
             )
         defines = self._defines("train_step") or self._defines("test_step")
-        meets = self.strategy.num_replicas_in_sync > 1 and self.strategy.devices[0].kind != "tpu"
+        alone = self.strategy.num_replicas_in_sync == 1 and self.strategy.session is None
+        meets = not alone and self.strategy.devices[0].kind != "tpu"
         if jit_compile and defines and meets:
             raise ValueError(
                 f"compile: jit_compile=True, but the steps that the model defines meet those of "
@@ -277,17 +278,18 @@ class TrainingSteps(Layer):
 
     def _compiled_train_step(self, data: Any, rows: int | None) -> Any:
         count = _losses.global_count(_batches.rows_of(data)) if rows is None else rows
-        gradients, logs = self._steps.get("_gradients", self._gradients)(data, count)
+        gradients_of = self._steps.get("_gradients", self._gradients)
+        gradients, logs = gradients_of(data, count, _replicas())
         if gradients:  # Not if nothing but statistics is trained.
             self.optimizer.apply_gradients(zip(gradients, self._trained(), strict=True))
         return logs
 
-    def _gradients(self, data: Any, rows: float) -> tuple[list[Any], Any]:
+    def _gradients(self, data: Any, rows: float, replicas: int) -> tuple[list[Any], Any]:
         """Return the gradients of this replica and its logs, and count its part of the batch."""
         batch = _batches.unpacked(data)
         with GradientTape() as tape:
             predicted = self(batch[0], training=True)
-            compared, share = self._compared(batch, predicted, rows, _replicas())
+            compared, share = self._compared(batch, predicted, rows, replicas)
             loss = self.optimizer.scale_loss(share)
         gradients: list[Any] = tape.gradient(loss, self._trained())
         return gradients, self._counted(compared, share, rows, batch, predicted)
@@ -411,7 +413,7 @@ class TrainingSteps(Layer):
         parts = around, frozenset(self.trainable_variables)
         if parts == self._parts_of_steps:
             return
-        alone = self.strategy.num_replicas_in_sync == 1
+        alone = self.strategy.num_replicas_in_sync == 1 and self.strategy.session is None
         compiled = Function if self._jit_compile else functools.partial
         self._steps = {
             "_train_step": (compiled if alone else functools.partial)(self._train_step),
@@ -466,9 +468,9 @@ class TrainingSteps(Layer):
         return numbers
 
     def _rows_of_step(self, batch: Any) -> int | None:
-        """Return the number of examples of all replicas, if all are in this process."""
+        """Return the number of examples of all replicas, if all are in this process and stay so."""
         strategy = self.strategy
-        if strategy.num_replicas_in_sync > len(strategy.devices):
+        if strategy.session or strategy.num_replicas_in_sync > len(strategy.devices):
             return None
         first = tree.flatten(batch)[0]
         return sum(map(_batches.rows_of, strategy.local_results(first)))

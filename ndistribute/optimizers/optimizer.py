@@ -357,7 +357,7 @@ class Optimizer(Explaining, Shown):
     def _counter_of(self, strategy: Any) -> Any:
         """Return the variable that counts steps, on all servers; None if there is no strategy."""
         if self._counter is None and strategy is not None:
-            zero, policy = np.array(0, np.int64), VariablePolicy("iterations")
+            zero, policy = np.array(0, np.int64), VariablePolicy(f"{self.name}/iterations")
             if hasattr(type(strategy), "servers"):
                 servers = tuple(range(len(strategy.servers)))
                 place = Place(f"{strategy.namespace}{self.name}/iterations", servers)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ndistribute.context import get_strategy
 from ndistribute.exports import export as _export
 from ndistribute.names import deserializing, named
 
@@ -219,6 +220,27 @@ class WarmUp(LearningRateSchedule):
         if not self.warmup_steps:
             return rate
         return _plain(rate * np.minimum(step / self.warmup_steps, 1.0))
+
+
+@dataclass(frozen=True)
+class ScaledByWorkers(LearningRateSchedule):
+    """A rate in proportion to the batch of a job whose workers come and go.
+
+    With ``nd.Elastic(batch="scaled")`` it is multiplied by the number of workers over that at the
+    first start; otherwise it stays as it is.
+
+    Args:
+        schedule: a rate, or a schedule.
+
+    >>> ScaledByWorkers(0.5)(10)  # Here workers do not change.
+    0.5
+    """
+
+    schedule: float | LearningRateSchedule
+
+    def __call__(self, step: Any) -> Any:
+        rate = self.schedule(step) if callable(self.schedule) else self.schedule
+        return rate * float(get_strategy().batch_scale)
 
 
 def _plain(rate: Any) -> Any:

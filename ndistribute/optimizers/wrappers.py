@@ -130,6 +130,7 @@ class GradientAccumulation(_Wrapper):
                 self.build(variables)
             else:
                 replica.merge_call(lambda _: self.build(variables))
+        variables[0].distribute_strategy.note_state(self)
         is_due = self._count_call()
         for gradient, variable in pairs:
             if isinstance(gradient, IndexedSlices):
@@ -227,6 +228,8 @@ class LossScale(_Wrapper):
         """Make a step with gradients of the scaled loss, unless they overflow; see `Optimizer`."""
         pairs = [pair for pair in grads_and_vars if pair[0] is not None]
         variables = [variable for _, variable in pairs]
+        for variable in variables[:1]:
+            variable.distribute_strategy.note_state(self)
         gradients = [map_values(lambda array: widened(as_array(array)), each) for each, _ in pairs]
         replica = get_replica_context()
         if replica is not None and not skip_gradients_aggregation:

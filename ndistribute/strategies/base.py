@@ -101,12 +101,13 @@ class Strategy:
 
     #: Names that `dir` and completion omit: only the package and extensions of it use them.
     _internal = frozenset(
-        "across_workers agree_on attempt input_topology is_default let_go make_group "
-        "make_variable needs_equal_parts note_variable note_write numbers regroup "
+        "across_workers agree_on attempt batch_scale input_topology is_default let_go make_group "
+        "make_variable needs_equal_parts note_state note_variable note_write numbers regroup "
         "replica_contexts running_on serial session "
         "variable_kinds".split()
     )
     is_default = False
+    session: Any = None  # Of a job whose workers come and go.
     needs_equal_parts = False  # Whether all replicas must have as many rows of a batch.
     _refusal = ""  # Why `run` refuses, once it does.
     _good_bye: Callable[[], Any] | None = None
@@ -186,6 +187,9 @@ class Strategy:
     def note_variable(self, variable: Variable) -> None:
         """Take notice of a new variable of this strategy."""
 
+    def note_state(self, holder: Any) -> None:
+        """Take notice of what has a state of plain values that steps change."""
+
     def note_write(self, variable: Variable, write: Write) -> None:
         """Take notice of a write outside of replicas to a variable with components."""
 
@@ -208,6 +212,11 @@ class Strategy:
     def cluster_resolver(self) -> ClusterResolver | None:
         """The resolver that describes the job; None for kinds of strategies with one process."""
         return self._resolver
+
+    @property
+    def batch_scale(self) -> float:
+        """The size of a batch over that at the first start, if it grows with the workers; or 1."""
+        return 1.0
 
     @property
     def num_replicas_in_sync(self) -> int:

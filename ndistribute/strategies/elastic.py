@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from fractions import Fraction
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -152,6 +153,7 @@ class ElasticSession:
     def attach(self, strategy: Any) -> None:
         """Set the strategy whose replicas work in this session; listen to a preemption notice."""
         self._strategy = weakref.ref(strategy)
+        self._first_size = 0 if self.is_newcomer else self.size
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._on_notice)
@@ -207,6 +209,12 @@ class ElasticSession:
             return self.workers.all_gather(value, axis)
 
         return self.attempt(gather)
+
+    @property
+    def batch_scale(self) -> Fraction:
+        """The size of a batch over that at the first start of the job."""
+        is_scaled = self.limits.batch == "scaled" and self._first_size
+        return Fraction(self.size, self._first_size) if is_scaled else Fraction(1)
 
     def topology(self) -> Topology:
         """Return the replicas of this worker and of all."""
@@ -432,6 +440,7 @@ class ElasticSession:
                 return self._meet(prepared=False, clean=False, suspects=[])
             except (LoopOver, JobOver) as error:
                 why = str(error)
+        self.close()
         raise NotAMember(
             "the job has gone on without this worker, which did not answer the others for some "
             f"time: start it again, and it joins in the loop that runs then ({why})"
@@ -474,6 +483,7 @@ class ElasticSession:
             mine = {"variables": self.state.described(), "sums": self.state.known_sums()}
             mine |= {"seed": [str(seed.entropy), seed.n_children_spawned]}
             mine |= {"shared": self.share(), "unit": self._unit, "inputs": self.inputs}
+            mine["first_size"] = self._first_size
         if outcome.uncounted:
             _log.warning("metrics lack what lost workers counted in unit %d", self._unit)
             mine["growth"] = self.state.growth(rank)
@@ -491,6 +501,7 @@ class ElasticSession:
         )
         if self.is_newcomer:
             self._unit, self.inputs = source["unit"], source["inputs"]
+            self._first_size = source["first_size"]
             context.restore_seed(int(source["seed"][0]), source["seed"][1])
             self.take(source["shared"])
         if iterator is not None:

@@ -24,14 +24,16 @@ class ElasticBatches:
     Args:
         session: the session of the strategy.
         dataset: the distributed dataset.
-        admits: whether newcomers join at batches of an iteration that is a part of a loop.
 
-    An iteration is a loop, in which newcomers join, unless another one has begun.
+    Attributes:
+        admits: whether newcomers join at the batches of an iteration that is a part of a loop. One
+            that is not is itself a loop, in which they join.
     """
 
-    def __init__(self, session: Any, dataset: DistributedDataset, *, admits: bool = False) -> None:
-        self._session, self._admits = session, admits
-        self.dataset = dataset
+    admits = False
+
+    def __init__(self, session: Any, dataset: DistributedDataset) -> None:
+        self._session, self.dataset = session, dataset
 
     def cardinality(self) -> int:
         """Return the number of steps; see `DistributedDataset.cardinality`."""
@@ -43,7 +45,7 @@ class ElasticBatches:
         return self.dataset.element_spec
 
     def __iter__(self) -> ElasticIterator:
-        return ElasticIterator(self._session, self.dataset, admits=self._admits)
+        return ElasticIterator(self._session, self.dataset, admits=self.admits)
 
 
 class ElasticIterator(TensorFlowIterator):
@@ -167,7 +169,8 @@ class ElasticIterator(TensorFlowIterator):
             state = self._inner.state_dict() if self._next is _NOTHING else self.state()
             self._inner.close()
             self._next = _NOTHING
-        self._inner = iter(self._dataset.divided_among(self._session.topology()))
+        session = self._session
+        self._inner = iter(self._dataset.divided_among(session.topology(), session.batch_scale))
         self._changes = self._session.changes
         self._inner.check_can_go_back()
         if state is not None:

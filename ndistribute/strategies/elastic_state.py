@@ -51,6 +51,9 @@ class ReplicatedState:
         self._made = Counter[str]()
         self._received: dict[Key, Array] = {}  # Of variables that are not made yet.
         self._kept: list[tuple[SnapshotArray, Array]] = []
+        self._plain = weakref.WeakSet[Any]()  # What has a state of plain values.
+        self._kept_states: list[tuple[Any, Any]] = []
+        self._in_unit = False
         self._bytes = 0
         self.keeps_all = False  # Whether all variables can be taken back, or only components.
         self._is_listed = False  # Whether the next three lists are those of the variables.
@@ -73,6 +76,14 @@ class ReplicatedState:
         self._is_listed = False
         if (value := self._received.pop(key, None)) is not None:
             _set(variable, value, key)
+        if self._in_unit:
+            self._kept += [(cell, _array_of(cell)) for cell in variable._cells]
+
+    def add_plain(self, holder: Any) -> None:
+        """Add what has a state of plain values, such as a count of calls, before a call."""
+        if holder not in self._plain:
+            self._plain.add(holder)
+            self._kept_states.append((holder, holder.state_dict()))
 
     @property
     def is_small(self) -> bool:
@@ -113,7 +124,8 @@ class ReplicatedState:
 
     def begin(self, *, keeps_all: bool) -> None:
         """Begin a unit, after which `take_back` sets components, and maybe all variables, back."""
-        self.keeps_all = keeps_all
+        self.keeps_all, self._in_unit = keeps_all, True
+        self._kept_states = [(holder, holder.state_dict()) for holder in self._plain]
         if not self._is_listed:
             self._list()
         # Whoever holds an array makes the next write go to another one.
@@ -125,10 +137,12 @@ class ReplicatedState:
         for cell, array in self._kept:
             if cell.array is not array:
                 cell.apply(Write("assign", array))
+        for holder, state in self._kept_states:
+            holder.load_state_dict(state)
 
     def end(self) -> None:
         """End a unit: nothing is taken back any more."""
-        self._kept, self.keeps_all = [], False
+        self._kept, self._kept_states, self.keeps_all, self._in_unit = [], [], False, False
 
     def parts_of_sums(self, rank: int) -> Array:
         """Return a vector of what the replicas of this process, of a rank, add to the sums."""

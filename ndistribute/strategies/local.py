@@ -11,6 +11,7 @@ from ndistribute.collective.communicator import CommunicationOptions
 from ndistribute.collective.membership import Elastic
 from ndistribute.collective.select import CrossDeviceOps, join_workers, make_group
 from ndistribute.collective.workers import ReplicaGroup, Workers
+from ndistribute.context import current_frame
 from ndistribute.data import Topology
 from ndistribute.devices import Array, Device, resolve_devices
 from ndistribute.strategies.base import Strategy
@@ -198,6 +199,11 @@ class MultiWorkerMirroredStrategy(Strategy):
         return super().is_chief if self.session is None else self.session.is_chief
 
     @property
+    def batch_scale(self) -> float:
+        """The number of workers over that at the first start, with ``batch="scaled"``; or 1."""
+        return super().batch_scale if self.session is None else float(self.session.batch_scale)
+
+    @property
     def input_topology(self) -> Topology:
         """The replicas of this process and of all processes, for input pipelines."""
         return super().input_topology if self.session is None else self.session.topology()
@@ -246,9 +252,14 @@ class MultiWorkerMirroredStrategy(Strategy):
         if self.session is not None:
             self.session.state.add(variable)
 
+    def note_state(self, holder: Any) -> None:
+        """Take notice of what has a state of plain values; a step that runs again sets it back."""
+        if self.session is not None:
+            self.session.state.add_plain(holder)
+
     def note_write(self, variable: Variable, write: Write) -> None:
         """Take notice of a write outside of replicas to a variable with components."""
-        if self.session is not None:
+        if self.session is not None and current_frame().replica is None:  # Not of a lone one.
             self.session.state.note_write(variable, write)
 
     def regroup(self, workers: Workers | None, changes: int) -> None:

@@ -1,8 +1,11 @@
 """Meetings of real processes that are killed, stopped and started again."""
 
 import contextlib
+import os
+import random
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -51,8 +54,7 @@ class Workers:
 
     def kill(self, *ranks: int) -> None:
         for rank in ranks:
-            self.ranks.signal(rank, signal.SIGKILL)
-        wait_until(lambda: all(state(self.stat(rank)) in "ZX" for rank in ranks))
+            self.ranks.end(rank)
 
     def stop(self, rank: int) -> None:
         self.ranks.signal(rank, signal.SIGSTOP)
@@ -79,9 +81,7 @@ def tasks(plans: Sequence[dict[str, Any]]) -> list[int]:
 def listening_at(address: str) -> socket.socket:
     """Return a socket as a launcher holds it, which nobody serves."""
     host, port = address.split(":")
-    while True:
-        with contextlib.suppress(OSError):  # Threads of the killed process may still end.
-            return socket.create_server((host, int(port)))
+    return socket.create_server((host, int(port)))
 
 
 @contextlib.contextmanager
@@ -224,6 +224,41 @@ def test_newcomers_wait_until_there_is_room_and_outlive_rank_0():
         assert late.error == "JobOver"
 
 
+def test_the_end_of_a_process_on_another_machine_is_proven_by_its_address():
+    with workers(4, 4) as made:
+        made.start(0, 1, 2, 3)
+        results(made.ranks.run(job.move))
+        made.form(0, 1, 2, 3)
+        made.kill(0)
+        plans = made.form(1, 2, 3)
+        assert tasks(plans) == [1, 2, 3]
+        assert max(each["seconds"] for each in plans) < 1.0
+        results(made.ranks.run(job.meet, ranks=[1, 2, 3]))
+        made.kill(2)  # Before the group has formed.
+        lost = "worker:2 was lost before the group formed."
+        assert results(made.ranks.run(job.ends, ranks=[1, 3])) == [lost, lost]
+        results(made.ranks.run(job.part, ranks=[1, 3]))
+        assert tasks(made.form(1, 3)) == [1, 3]
+
+
+def test_of_two_halves_of_a_cut_network_one_goes_on():
+    with workers(4, 4, 4.0, environ=SHORT) as made:
+        made.start(0, 1, 2, 3)
+        results(made.ranks.run(job.move))
+        made.form(0, 1, 2, 3)
+        for here, there in [((0, 1), (2, 3)), ((2, 3), (0, 1))]:
+            results(made.ranks.run(job.cut, *there, ranks=here))
+            made.ranks.start(job.meet, 0, there, ranks=here)
+        assert tasks(results(made.ranks.collect(ranks=[0, 1]))) == [0, 1]
+        made.establish(0, 1)
+        for outcome in made.ranks.collect(ranks=[2, 3]):
+            assert outcome.error == "CollectiveTimeoutError"
+            assert "which does not answer, and may go on elsewhere" in outcome.text
+        results(made.ranks.run(job.cut))
+        for outcome in made.ranks.run(job.meet, ranks=[2, 3]):
+            assert outcome.error == "NotAMember"
+
+
 def test_nobody_waits_for_a_worker_that_leaves():
     with workers(3, 3) as made:
         made.start(0, 1, 2)
@@ -258,7 +293,7 @@ def test_a_suspect_that_answers_is_waited_for():
         made.start(0, 1, 2)
         made.form(0, 1, 2)
         made.ranks.start(job.meet, 0, (2,), ranks=[0, 1])
-        time.sleep(1.5)
+        results(made.ranks.run(job.compute, 1.5, ranks=[2]))  # For longer than they are patient.
         plans = results(made.ranks.run(job.meet, ranks=[2]))
         assert tasks([*results(made.ranks.collect(ranks=[0, 1])), *plans]) == [0, 1, 2]
         made.establish(0, 1, 2)
@@ -314,6 +349,26 @@ def test_a_job_of_one_worker_ends_a_meeting_at_once():
         assert meetings.roster is joined.plan.roster
 
 
+def test_a_worker_that_cannot_reach_the_first_one_names_it():
+    addresses = free_addresses({"worker": 2})["worker"]
+    with contextlib.closing(Meetings(addresses, 1, "worker:1", Elastic(), 0.2)) as meetings:
+        late = f"worker:1 waited 0.2 s for the first worker, at {addresses[0]}, to start"
+        with pytest.raises(CollectiveTimeoutError, match=late):
+            meetings.meet(WorkerReport())
+
+
+def test_a_newcomer_learns_that_its_loop_is_over():
+    with workers(3, 2) as made:
+        made.start(0, 1)
+        made.form(0, 1)
+        made.kill(1)
+        made.start(1)
+        made.ranks.start(job.join, ranks=[2])
+        assert made.ranks.run(job.gathered, 1, ranks=[0])[0].result() == 1
+        results(made.ranks.run(job.goes_on, 1, ranks=[0]))
+        assert made.ranks.collect(ranks=[2])[0].error == "LoopOver"
+
+
 def test_a_newcomer_without_a_job_gives_up(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("ndistribute.collective.meeting._OVER_SECONDS", 0.1)
     addresses = free_addresses({"worker": 2})["worker"]
@@ -321,3 +376,31 @@ def test_a_newcomer_without_a_job_gives_up(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(WorkerLostError, match="no worker of the job that worker:0 waits for"):
         meetings.join(WorkerReport())
     meetings.close()
+
+
+def test_a_job_outlives_random_kills(tmp_path: Path):
+    """Workers are killed, also while they meet and while groups form, and started again."""
+    kills, size, rng = 4 * int(os.environ.get("FAULTS_RUNS", "1")), 3, random.Random()
+    log, seconds = tmp_path / "log", 0.4 * kills + 1.5
+    log.touch()
+    addresses, begun = free_addresses({"worker": size})["worker"], time.monotonic()
+    with Ranks(size + kills) as ranks:
+
+        def start(index: int, rank: int) -> None:
+            left = begun + seconds - time.monotonic()
+            ranks.start(job.work, addresses, index, str(log), left, ranks=[rank])
+
+        at = list(range(size))
+        for index in at:
+            start(index, index)
+        wait_until(lambda: "\n" in log.read_text())
+        for rank in range(size, size + kills):
+            index, pause = rng.randrange(size), threading.Event()
+            pause.wait(rng.uniform(0.0, 0.4))  # The moment of the kill is what is random.
+            ranks.end(at[index])
+            pause.wait(rng.choice([0.0, 0.05]))
+            start(index, rank)
+            at[index] = rank
+        assert min(results(ranks.collect(ranks=at))) >= 1
+    rows = [line.split() for line in log.read_text().splitlines()]
+    assert len({row[0] for row in rows}) == len({row[1] for row in rows}) > kills

@@ -25,6 +25,10 @@ class Callback(Explaining):
     replicas; in the logs of a batch, those of the replicas of this process since the epoch began.
     Methods for a beginning get empty logs, and `on_train_end` those of the last epoch.
 
+    Where workers come and go, `on_train_begin` and the first `on_epoch_begin` of a newcomer must
+    not involve others, which are in a step; in between it gets the state of the others' callbacks
+    that have `state_dict` and `load_state_dict`.
+
     Attributes:
         model: the model that is fitted, evaluated or predicts.
         params: the arguments of `fit`: `epochs`, `steps` (None if unknown) and `verbose`.
@@ -214,14 +218,15 @@ class ProgbarLogger(Callback):
     def __init__(self, verbose: int | str = 1) -> None:
         if verbose not in ("auto", 0, 1, 2):
             raise ValueError(f"verbose must be 'auto', 0, 1 or 2, got {verbose!r}.")
-        self.verbose = 1 if verbose == "auto" else int(verbose)
+        self._verbose = 1 if verbose == "auto" else int(verbose)
         self._bar: Any = None
         self._began = 0.0
 
-    def set_model(self, model: Any) -> None:
-        """Set `model`; only the chief shows anything."""
-        super().set_model(model)
-        self.verbose = self.verbose if model.strategy.is_chief else 0
+    @property
+    def verbose(self) -> int:
+        """What is shown; only the chief shows anything."""
+        is_chief = self.model is None or self.model.strategy.is_chief
+        return self._verbose if is_chief else 0
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Open the bar."""

@@ -30,6 +30,7 @@ from ndistribute.models.callbacks.callback import Callback, Logs, steps_of
 from ndistribute.models.callbacks.control import Monitor
 from ndistribute.models.checkpoint import Checkpoint, by_chief, on_any_worker
 from ndistribute.models.checkpoint_manager import CheckpointManager
+from ndistribute.models.newcomers import is_outside
 
 _log = logging.getLogger("ndistribute")
 
@@ -139,11 +140,11 @@ class BackupAndRestore(_Saving):
         self._deletes = delete_checkpoint
         self._manager: CheckpointManager | None = None
         self._held = contextlib.ExitStack()
+        self._claims = False
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Continue from the saved state, if there is one."""
-        lock = tensor_files.exclusive(self.directory, "backup", seconds=0)
-        by_chief(self.model.strategy, lambda: self._held.enter_context(lock))
+        by_chief(self.model.strategy, self._claim)
         manager = CheckpointManager(Checkpoint(model=self.model), self.directory, max_to_keep=2)
         self._manager = continued(manager, self.model)
 
@@ -155,7 +156,18 @@ class BackupAndRestore(_Saving):
 
     def _save(self, logs: Logs) -> None:
         if self._manager is not None:
+            if self.model.strategy.is_chief:
+                with contextlib.suppress(OSError):  # A chief that was stopped may have it still.
+                    self._claim()
             self._manager.save(self.model.position.steps_made)
+
+    def _claim(self) -> None:
+        """Lock the directory, unless this worker has done so."""
+        if not self._claims:
+            lock = tensor_files.exclusive(self.directory, "backup", seconds=0)
+            self._held.enter_context(lock)
+            self._claims = True
+            self._held.callback(setattr, self, "_claims", False)
 
 
 def continued(manager: CheckpointManager, model: Any) -> CheckpointManager:
@@ -188,10 +200,17 @@ class CSVLogger(Callback):
         self._append = append
         self._columns: list[str] = []
 
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Append to the file if others have begun the training."""
+        self._append = self._append or is_outside(self.model.strategy)
+
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Append a line; before the first one, the names."""
-        if not self.model.strategy.is_chief:
-            return
+        self.model.strategy.attempt(lambda: self._write(epoch, logs))
+
+    def _write(self, epoch: int, logs: Logs) -> None:
+        """Write the line of an epoch, unless a chief that was lost has done so."""
+        strategy = self.model.strategy
         if not self._columns and self._append and self._path.exists():
             with self._path.open(newline="") as file:
                 self._columns = next(csv.reader(file, delimiter=self._separator), [])
@@ -200,6 +219,12 @@ class CSVLogger(Callback):
             self._columns = ["epoch", *logs]
             if self.model.position.validates and not any(name[:4] == "val_" for name in logs):
                 self._columns += [f"val_{name}" for name in logs]
+        if not strategy.is_chief:
+            return
+        if strategy.session is not None and not is_new:
+            last = self._path.read_text().splitlines()[-1:]
+            if last and last[0].startswith(f"{epoch}{self._separator}"):
+                return
         with self._path.open("w" if is_new else "a", newline="") as file:
             writer = csv.DictWriter(file, self._columns, "NA", delimiter=self._separator)
             if is_new:
@@ -324,7 +349,8 @@ class PreemptionCheckpointHandler(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Exit if a worker must: all callbacks have seen the end of the last epoch."""
-        self._exit_from_fit()
+        if not self.model.position.has_joined:  # Else the others are in a step.
+            self._exit_from_fit()
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Exit if a worker must, and restore the earlier handler of the signal."""
@@ -441,6 +467,9 @@ class TensorBoard(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Write the metrics of the epoch, and the variables if it is their turn."""
+        self.model.strategy.attempt(lambda: self._write(epoch, logs))
+
+    def _write(self, epoch: int, logs: Logs) -> None:
         train: dict[str, float] = {}
         validation: dict[str, float] = {}
         for name, value in logs.items():
