@@ -59,9 +59,9 @@ def kills(options: argparse.Namespace) -> Iterator[Row]:
         for fault in faults:
             _log.warning("%s: %s", drama, fault)
         jobs[drama.mode] = jobs.get(drama.mode, 0) + 1
-        for key in (drama.wire, drama.mode, "all"):
+        for key in (drama.wire, drama.mode, drama.options["loop"], "all"):
             seconds.setdefault(key, []).extend(1e3 * each for each in recoveries)
-    for key in (*WIRES, *MODES, "all"):
+    for key in (*WIRES, *MODES, "loop", "fit", "all"):
         if key in seconds:
             what = f"kill to next committed step, {key}"
             yield _row("kills", what, seconds[key], jobs=jobs.get(key))
@@ -299,6 +299,8 @@ class TorchRun(Audience):
         job["checkpoint"] = f"{self.folder}/checkpoint.pt"
         environ = {**os.environ, "ELASTIC_DOOR": self.door, "ELASTIC_OPTIONS": json.dumps(job)}
         environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+        # Else restarted workers of torch 2.14 look for addresses of lost ones: gloo gives up.
+        environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         words = [python, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3"]
         words += ["--nnodes", "1", "--nproc-per-node", str(size), _TORCH]
         self._process = subprocess.Popen(

@@ -306,7 +306,9 @@ class Crew(Audience):
 def expected(options: WorkerOptions) -> np.ndarray:
     """Return the weights of an undisturbed run, which this process computes."""
     x, y = samples(options.rows)
-    data = nd.Dataset.from_tensor_slices((x, y)).shuffle(options.rows, seed=1).batch(options.batch)
+    again = options.loop != "fit"
+    data = nd.Dataset.from_tensor_slices((x, y))
+    data = data.shuffle(options.rows, seed=1, reshuffle_each_iteration=again).batch(options.batch)
     weights, velocity = np.zeros(COLUMNS), np.zeros(COLUMNS)
     momentum = 0.9 * (options.updates == 2)
     for _ in range(options.epochs):
@@ -356,6 +358,7 @@ def random_drama(rng: random.Random, **fixed: Any) -> Drama:
         "reduces": rng.random() < 0.5,
         "seconds": rng.choice([0.0, 0.002, 0.01]),
         "devices": rng.choice([1, 1, 2]),
+        "loop": rng.choice(["loop", "loop", "fit"]),
         **fixed.get("options", {}),
     }
     ranks = rng.sample(range(size), size)
@@ -367,7 +370,8 @@ def random_drama(rng: random.Random, **fixed: Any) -> Drama:
         kills.append((rng.randrange(1, 8), rng.random() * (0.003 + options["seconds"]), who))
     if mode != "in a change":
         return Drama(size, wire, mode, tuple(kills), options)
-    point = fixed.get("die_at") or rng.choice(list(POINTS))
+    places = [each for each in POINTS if options["loop"] == "loop" or "update" not in each]
+    point = fixed.get("die_at") or rng.choice(places)
     return Drama(size, wire, mode, tuple(kills), options, point, ranks[1], rng.choice([0, 0, 1, 2]))
 
 

@@ -147,7 +147,7 @@ class Session:
 
     def __init__(self, rank, size):
         self.changes = self.inputs = 0
-        self.input, self.at_batch, self.in_loop = None, False, True
+        self.input, self.at_batch, self.in_loop, self.batch_scale = None, False, True, 1
         self.regroup(rank, size)
 
     def regroup(self, rank, size):
