@@ -29,7 +29,7 @@ BUDGETS = {
     "collective": 4640,
     "compat": 4010,
     "coordinator": 916,
-    "data": 2725,
+    "data": 2778,
     "estimator": 1470,
     "graph": 4703,
     "jit": 1652,
@@ -44,7 +44,7 @@ BUDGETS = {
     "variables": 1145,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 41482
+TESTS_BUDGET = 41543
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -172,6 +172,8 @@ def joint(
             step = next(steps, None)
         except Exception as error:
             failure = error
+        if step is not None and step.value is None:  # It is made again, with rows of others only.
+            step = None
         if step is not None and template is None:
             template = _without_rows(step.value)
         none_left = _EMPTY if template is None else _OVER

@@ -9,7 +9,6 @@ data takes part with empty batches until all workers have finished.
 from __future__ import annotations
 
 import copy
-import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +26,7 @@ from ndistribute.data.options import InputContext, InputOptions, Sharding, Topol
 from ndistribute.data.pipeline import Epoch, LeafSpec, Node, describe, upstream
 from ndistribute.data.prefetch import Ahead, Threads
 from ndistribute.data.sources import has_state
-from ndistribute.data.steps import BATCH_IT, PipelineStep, Progress, Reading, steps_of
+from ndistribute.data.steps import BATCH_IT, PipelineStep, Position, Progress, Reading, steps_of
 from ndistribute.devices import Device
 from ndistribute.timeline import recorded
 
@@ -103,8 +102,7 @@ def distribute_from_function(
         every, first = sum(counts), sum(counts[:shard])
         many = every if per_replica else len(counts)
         numbers = range(first, first + counts[shard]) if per_replica else (shard,)
-        contexts = [InputContext(many, number, every) for number in numbers]
-        nodes = tuple(as_dataset(fn(context))._node for context in contexts)
+        nodes = tuple(as_dataset(fn(InputContext(many, number, every)))._node for number in numbers)
         return in_rounds(nodes) if per_replica else nodes[0]
 
     pipelines = Pipelines(make, topology)
@@ -121,10 +119,17 @@ class Pipelines:
     """
 
     def __init__(self, make: Callable[[int, tuple[int, ...]], Node], topology: Topology) -> None:
+        self._make = make
         # Workers that came later may read what others began, so several divisions are in use.
-        self.of = functools.lru_cache(maxsize=16)(make)
+        self._made: dict[Any, Node] = {}
         self.first = self.of(topology.worker_index, topology.replica_counts)
         self.epochs = 0  # Those that were begun, as far as their shuffles need to know.
+
+    def of(self, shard: int, counts: tuple[int, ...]) -> Node:
+        """Return the pipeline of a worker, the same each time while it is one of the last 16."""
+        made = self._made.get((shard, counts)) or self._make(shard, counts)
+        self._made = dict([*self._made.items(), ((shard, counts), made)][-16:])
+        return made
 
 
 class DistributedDataset:
@@ -307,13 +312,15 @@ class DistributedIterator(TensorFlowIterator):
     ) -> None:
         """Set what this worker reads, from a position on; a loader may have `loaded` it."""
         self._progress, self._threads, self._readings = progress, Threads(), {}
+        self._steps = 0
         self._dataset._pipelines.epochs = progress.following
         by_file = progress.sharding is Sharding.FILE
         for shard, (node, epoch) in parts.items():
             at, part = progress.positions[shard], (shard, len(progress.positions))
             changed = {"shard": part} if by_file else {"loaded": at.batches if loaded else 0}
             begun = replace(epoch, threads=self._threads, **changed)
-            self._readings[shard] = Reading(node, begun, at)
+            until = None if progress.until is None else progress.until[shard]
+            self._readings[shard] = Reading(node, begun, at, until)
         self._loader = next(map(loader_of, self._nodes), None)
 
     @recorded(lambda *_: ("input", ""))
@@ -336,8 +343,10 @@ class DistributedIterator(TensorFlowIterator):
             self.close()
             self._failed = not isinstance(error, StopIteration)
             raise
+        progress, self._steps = self._begun(), self._steps + 1
+        progress.until = None
         for shard, position in step.reached.items():
-            self._begun().positions[shard] = position
+            progress.positions[shard] = position
         self._loader_state = step.loader_state
         return step.value
 
@@ -381,18 +390,23 @@ class DistributedIterator(TensorFlowIterator):
         if self._progress is None:
             return None
         state = {} if self._loader is None else copy.deepcopy(self.state_dict())
-        return self._progress, tuple(self._progress.positions), state
+        return self._progress, tuple(self._progress.positions), self._steps, state
 
     def state_at(self, mark: Any) -> dict[str, Any] | None:
         """Return what `state_dict` would have returned when `mark` was called.
 
-        It also tells after an error, when this iterator is over. If no epoch had begun, it returns
+        It also tells after an error, when this iterator is over. If there was a step since, that
+        step comes again with the same rows, whoever divides them. If no epoch had begun, it returns
         None.
         """
-        if mark is None:
+        if self._progress is None:
             return None
-        progress, positions, state = mark
-        return {**state, **replace(progress, positions=list(positions)).state_dict()}
+        start: Any = self._progress, [Position()] * len(self._progress.positions), 0, {}
+        progress, positions, steps, state = mark or start
+        since = self._steps - steps if progress is self._progress else -1
+        until = {0: progress.until, 1: progress.positions}.get(since)
+        marked = replace(progress, positions=list(positions), until=until)
+        return {**state, **marked.state_dict()}
 
     def check_can_go_back(self, scaled: bool = False) -> None:
         """Raise an error if other workers could not continue this input at every step.
@@ -409,14 +423,13 @@ class DistributedIterator(TensorFlowIterator):
         pipeline.check_resumable((self._dataset._pipelines.first,), loader, "an elastic loop")
         # Others may come, also if there are none yet.
         sharding = self._dataset._sharding_for(max(2, self._topology.num_workers), True)
-        why = "continues after whole batches only: use batch='constant'." if scaled else ""
-        if sharding is not Sharding.DATA:
-            why = (
-                "is another one on each worker, and its position is lost with the worker: pass an "
-                "equal one on each to distribute_dataset, with AutoShardPolicy.DATA, or a Dataset."
+        if loader is not None and (scaled or sharding is not Sharding.DATA):
+            raise ValueError(
+                f"an elastic loop: the {type(loader).__name__} keeps its position itself, so it "
+                "goes back to whole batches only, and only if all workers have equal ones: pass it "
+                "to distribute_dataset with AutoShardPolicy.DATA, and batch='constant' to Elastic; "
+                "or use a Dataset."
             )
-        if why and loader is not None:
-            raise ValueError(f"an elastic loop: the {type(loader).__name__} {why}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of an iterator over an equal pipeline, with its remaining rows.
@@ -433,9 +446,7 @@ class DistributedIterator(TensorFlowIterator):
         """
         dataset, topology = self._dataset, self._topology
         progress = Progress.of_state(state)
-        by_function = dataset._sharding is Sharding.FUNCTION
-        counts = progress.replica_counts if by_function else topology.replica_counts
-        shards = progress.shards_of(topology)
+        shards, counts = progress.shards_of(topology), progress.replica_counts
         nodes = {shard: dataset._pipelines.of(shard, counts) for shard in shards}
         progress.check_fits(dataset._sharding, nodes)
         loader: Any = next(map(loader_of, nodes.values()), None)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -51,6 +51,14 @@ class Reading(NamedTuple):
     node: Node
     epoch: Epoch
     position: Position
+    until: Position | None = None  # The position after a first step that is made again.
+    source: Iterator[Element] | None = None  # The batches from the position on, if it is open.
+
+    def batches(self) -> Iterator[Element]:
+        """Return the batches from that of the position on."""
+        if self.source is None:
+            return self.node.iterate(self.epoch, self.position.batches)
+        return self.source
 
 
 Readings = Mapping[int, Reading]
@@ -80,6 +88,7 @@ class Progress:
     replica_counts: tuple[int, ...]  # Of the workers among whom the epoch was divided.
     seeds: list[list[ShuffleSeed]]
     positions: list[Position]
+    until: list[Position] | None = None  # After the next step, if that is made again.
 
     def shards_of(self, topology: Topology) -> Sequence[int]:
         """Return the shards that this worker reads, in order."""
@@ -100,21 +109,27 @@ class Progress:
             "files": self.files,
             "replica_counts": list(self.replica_counts),
             "shards": shards,
+            "until": None if self.until is None else [*map(list, self.until)],
         }
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> Progress:
         """Return the progress in a state of `state_dict`."""
-        if not {"sharding", "files", "replica_counts", "shards"} <= state.keys():
+        needed = {"sharding", "files", "shards"}
+        if state.get("sharding") == Sharding.FUNCTION.value:  # Earlier states have no counts.
+            needed.add("replica_counts")
+        if not needed <= state.keys():
             raise ValueError(
-                "load_state_dict needs what state_dict returned, with 'sharding', 'files', "
-                f"'replica_counts' and 'shards'; got {sorted(state)}."
+                f"load_state_dict needs what state_dict returned, with {sorted(needed)}; got "
+                f"{sorted(state)}."
             )
         shards = state["shards"]
         seeds = [[ShuffleSeed(int(e), int(i)) for e, i in shard["shuffles"]] for shard in shards]
         positions = [Position(*(int(shard[name]) for name in Position._fields)) for shard in shards]
-        counts = tuple(map(int, state["replica_counts"]))
-        return cls(Sharding(state["sharding"]), int(state["files"]), counts, seeds, positions)
+        counts = tuple(map(int, state.get("replica_counts", ())))
+        until = [Position(*map(int, at)) for at in state.get("until") or ()] or None
+        kind, files = Sharding(state["sharding"]), int(state["files"])
+        return cls(kind, files, counts, seeds, positions, until)
 
     def check_fits(self, sharding: Sharding, nodes: Mapping[int, Node]) -> None:
         """Raise a ValueError if this is not the progress of an input.
@@ -160,7 +175,23 @@ def steps_of(
     if sharding is Sharding.DATA:
         return _cut(topology, readings, scale)
     pieces = 1 if sharding is Sharding.FUNCTION else max(1, round(topology.num_replicas / scale))
-    return _deal(topology.devices, _dealt(readings, pieces, sharding is Sharding.FILE))
+    return _deal(topology.devices, readings, pieces, sharding is Sharding.FILE)
+
+
+def _again(reading: Reading) -> tuple[list[Element], Reading]:
+    """Return the rows of a step that is made again, in parts, and what is left to read."""
+    (done, used), until = reading.position[:2], reading.until or reading.position
+    parts: list[Element] = []
+    if until == reading.position:
+        return parts, reading._replace(until=None)
+    source = reading.batches()
+    for number in range(done, until.batches + (until.rows > 0)):
+        batch, start = next(source), used if number == done else 0
+        stop = until.rows if number == until.batches else None
+        parts.append(batch if stop is None and not start else _rows(batch, start, stop))
+        if stop is not None:
+            source = chain((batch,), source)
+    return parts, reading._replace(position=until, until=None, source=source)
 
 
 def _cut(topology: Topology, readings: Readings, scale: Fraction) -> Iterator[PipelineStep]:
@@ -186,10 +217,14 @@ def _taken_from(reading: Reading, scale: Fraction) -> Iterator[tuple[Position, E
     They are whole batches, after the rest of a batch that was begun. If `scale` is not 1, they have
     that part of the rows of a batch, also of two batches, if these can be joined.
     """
+    if reading.until is not None:
+        parts, reading = _again(reading)
+        if parts:
+            yield reading.position, _joined(parts)
     done, used = reading.position[:2]
     held: list[Element] = []
     size = missing = 0
-    for number, batch in enumerate(reading.node.iterate(reading.epoch, done), done):
+    for number, batch in enumerate(reading.batches(), done):
         after, length = Position(number + 1), 0
         if scale != 1 or used:
             length = leading_length(tree.flatten(batch), "distribute_dataset", BATCH_IT)
@@ -214,13 +249,13 @@ def _taken_from(reading: Reading, scale: Fraction) -> Iterator[tuple[Position, E
         yield after, _joined(held)
 
 
-def _rows(batch: Element, start: int, stop: int) -> Element:
+def _rows(batch: Element, start: int, stop: int | None) -> Element:
     return tree.map_leaves(lambda leaf: leaf[start:stop], batch)
 
 
 def _joinable(first: Element, other: Element) -> bool:
-    """Return True if the rows of two batches have the same structure, dtypes and shapes."""
-    kinds = ([(x.dtype, x.shape[1:]) for x in tree.flatten(each)] for each in (first, other))
+    """Return True if the rows of two batches have the same structure, kinds and shapes."""
+    kinds = ([(x.dtype.kind, x.shape[1:]) for x in tree.flatten(each)] for each in (first, other))
     return tree.same_structure(first, other) and next(kinds) == next(kinds)
 
 
@@ -228,6 +263,10 @@ def _joined(parts: Sequence[Element]) -> Element:
     """Return the rows of batches as one batch."""
     if len(parts) == 1:
         return parts[0]
+    if not all(_joinable(parts[0], part) for part in parts):
+        what = "a step that other workers make again has batches of different shapes or kinds"
+        raise ValueError(f"{what}: pad all batches to one shape.")
+    leading_length(tree.flatten(parts[0]), "distribute_datasets_from_function", COMPLETE_IT)
     columns = zip(*map(tree.flatten, parts), strict=True)
     leaves = [np.concatenate([*map(to_host, column)]) for column in columns]
     return tree.unflatten(parts[0], leaves)
@@ -257,19 +296,35 @@ def _telling_order(arrays: Sequence[Any]) -> Sequence[Any]:
 
 
 def _deal(
-    devices: Sequence[Device], source: Iterator[tuple[int, Position, Element]]
+    devices: Sequence[Device], readings: Readings, count: int, of_usual_size: bool
 ) -> Iterator[PipelineStep]:
-    """Yield steps in which each replica gets the next piece of this worker's shards."""
+    """Yield steps in which each replica gets the next piece of this worker's shards.
+
+    A first step that is made again has the rows that it had of these shards; without rows, it has
+    no value.
+    """
+    if any(reading.until for reading in readings.values()):
+        again = {shard: _again(reading) for shard, reading in readings.items()}
+        readings = {shard: rest for shard, (_, rest) in again.items()}
+        parts = [part for parts, _ in again.values() for part in parts]
+        if len(parts) > len(devices):
+            parts = [piece for _, piece in _pieces(_joined(parts), Position(), len(devices), None)]
+        reached = {shard: rest.position for shard, rest in readings.items()}
+        yield PipelineStep(_placed(parts, devices) if parts else None, reached)
+    source = _dealt(readings, count, of_usual_size)
     while dealt := list(islice(source, len(devices))):
         reached = {shard: position for shard, position, _ in dealt}
-        pieces = [piece for *_, piece in dealt]
-        if missing := len(devices) - len(pieces):
-            leaves = tree.flatten(pieces[0])
-            leading_length(leaves, "distribute_datasets_from_function", COMPLETE_IT)
-            pieces += [tree.map_leaves(lambda leaf: leaf[:0], pieces[0])] * missing
-        moves = [functools.partial(copy_to, device=device) for device in devices]
-        placed = [*map(tree.map_leaves, moves, pieces)]
-        yield PipelineStep(tree.regroup(placed, PerReplica), reached)
+        yield PipelineStep(_placed([piece for *_, piece in dealt], devices), reached)
+
+
+def _placed(pieces: list[Element], devices: Sequence[Device]) -> Any:
+    """Return a nest of `PerReplica` of pieces, and of empty ones for the other devices."""
+    if missing := len(devices) - len(pieces):
+        leaves = tree.flatten(pieces[0])
+        leading_length(leaves, "distribute_datasets_from_function", COMPLETE_IT)
+        pieces = pieces + [_rows(pieces[0], 0, 0)] * missing
+    moves = [functools.partial(copy_to, device=device) for device in devices]
+    return tree.regroup([*map(tree.map_leaves, moves, pieces)], PerReplica)
 
 
 def _dealt(
@@ -280,9 +335,9 @@ def _dealt(
     A batch is cut into `count` pieces: one for each replica of all workers. If they are
     `of_usual_size`, a short batch is cut into fewer pieces, so that it takes fewer steps.
     """
-    for shard, (node, epoch, position) in readings.items():
-        done, full = position, node.spec.batch_size if of_usual_size else None
-        for batch in node.iterate(epoch, position.batches):
+    for shard, reading in readings.items():
+        done, full = reading.position, reading.node.spec.batch_size if of_usual_size else None
+        for batch in reading.batches():
             for after, piece in _pieces(batch, done, count, full):
                 yield shard, after, piece
                 done = after

@@ -172,7 +172,7 @@ class ElasticIterator(TensorFlowIterator):
         session = self._session
         self._inner = iter(self._dataset.divided_among(session.topology(), session.batch_scale))
         self._changes = self._session.changes
-        self._inner.check_can_go_back()
+        self._inner.check_can_go_back(session.limits.batch == "scaled")
         if state is not None:
             self._inner.load_state_dict(state)
         self._mark = self._inner.mark()

@@ -434,7 +434,7 @@ def test_a_state_of_other_input_is_refused_with_the_difference(other, message):
     alone = distribute(FILES["in order"](), cpus(1), num_workers=2)
     with pytest.raises(ValueError, match="pass their communicator"):
         iter(alone).load_state_dict(json.loads(state))
-    with pytest.raises(ValueError, match="'files', 'replica_counts' and 'shards'"):
+    with pytest.raises(ValueError, match="'files', 'sharding', 'shards'"):
         iter(distribute(other(), cpus(1))).load_state_dict({"step": 3})
 
 

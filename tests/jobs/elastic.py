@@ -165,7 +165,8 @@ class Audience:
         if not self.results:
             return [f"nobody came to the end: {self.progress()}"]
         wrong = []
-        weights = expected(self.options) if self.options.source == "data" else None
+        is_alike = self.options.source == "data" and not self.options.scaled
+        weights = expected(self.options) if is_alike else None
         for index, result in self.results.items():
             if weights is not None:
                 error = np.abs(np.array(result["weights"]) - weights).max()
