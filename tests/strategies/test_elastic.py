@@ -145,6 +145,8 @@ def test_all_members_end_with_the_same_unit_and_the_state_of_one_that_has_it(eve
 class Session:
     """What an iterator needs of a session, for a worker of some."""
 
+    limits = nd.Elastic()
+
     def __init__(self, rank, size):
         self.changes = self.inputs = 0
         self.input, self.at_batch, self.in_loop, self.batch_scale = None, False, True, 1
