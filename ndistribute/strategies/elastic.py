@@ -440,6 +440,7 @@ class ElasticSession:
                 return self._meet(prepared=False, clean=False, suspects=[])
             except (LoopOver, JobOver) as error:
                 why = str(error)
+        self.close()
         raise NotAMember(
             "the job has gone on without this worker, which did not answer the others for some "
             f"time: start it again, and it joins in the loop that runs then ({why})"
