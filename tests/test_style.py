@@ -37,14 +37,14 @@ BUDGETS = {
     "models": 7303,
     "optimizers": 1025,
     "parameter_server": 1595,
-    "strategies": 2194,
+    "strategies": 2195,
     "task": 296,
     "top level": 3078,
     "transport": 1992,
     "variables": 1146,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 41521
+TESTS_BUDGET = 41582
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

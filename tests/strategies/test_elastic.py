@@ -145,11 +145,7 @@ def test_all_members_end_with_the_same_unit_and_the_state_of_one_that_has_it(eve
 class Session:
     """What an iterator needs of a session, for a worker of some."""
 
-<<<<<<< HEAD
-    batch_scale, limits = 1, nd.Elastic()
-=======
     limits = nd.Elastic()
->>>>>>> proof
 
     def __init__(self, rank, size):
         self.changes = self.inputs = 0
