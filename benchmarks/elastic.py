@@ -3,7 +3,7 @@
 The jobs are those of `tests/jobs/elastic.py`: real processes, which are killed and stopped when
 they report that they have come to some step. The workers count each sample in the update of the
 step itself, so the counts are those of what was committed. ``--only`` runs the parts whose name has
-a text: kills, control, joins, rate, cost, stops, torchrun.
+a text: kills, control, joins, launcher, rate, cost, stops, torchrun.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from benchmarks import report
 from benchmarks.harness import OURS, Benchmark, Contender, Group, add_options, measure, options_of
 from benchmarks.machine import machine
 from benchmarks.worker import Prepared, strategy_of
-from tests.jobs.elastic import MODES, WIRES, Audience, Crew, play, random_drama
-from tests.processes import ROOT, close_zygote
+from tests.jobs.elastic import MODES, PROGRAM, WIRES, Audience, Crew, play, random_drama
+from tests.processes import ROOT, close_zygote, environment
 
 Row = dict[str, Any]
 _TORCH = str(Path(__file__).with_name("elastic_torch.py"))
@@ -59,9 +59,9 @@ def kills(options: argparse.Namespace) -> Iterator[Row]:
         for fault in faults:
             _log.warning("%s: %s", drama, fault)
         jobs[drama.mode] = jobs.get(drama.mode, 0) + 1
-        for key in (drama.wire, drama.mode, "all"):
+        for key in (drama.wire, drama.mode, drama.options["loop"], "all"):
             seconds.setdefault(key, []).extend(1e3 * each for each in recoveries)
-    for key in (*WIRES, *MODES, "all"):
+    for key in (*WIRES, *MODES, "loop", "fit", "all"):
         if key in seconds:
             what = f"kill to next committed step, {key}"
             yield _row("kills", what, seconds[key], jobs=jobs.get(key))
@@ -98,14 +98,14 @@ def joins(options: argparse.Namespace) -> Iterator[Row]:
                 others = [index for index in range(3) if index != number % 3]
                 whole = _full(crew, at)[0]
                 wholes.append(1e3 * (whole - at))
-                pauses.append(1e3 * max(_pause(crew, index, whole) for index in others))
+                pauses.append(1e3 * max(_pause(crew, index, at) for index in others))
                 wrong += _counted(crew)
                 _kill_all(crew)
         yield _row("joins", f"pause of the others, {name}", pauses, wrong=wrong)
         yield _row("joins", f"kill to the full number, {name}", wholes)
 
 
-def _full(crew: Crew, after: float) -> list[float]:
+def _full(crew: Crew | LaunchedRun, after: float) -> list[float]:
     """Return the times of the steps that the full number has made after a moment."""
     every = [each for index in crew.reports for each in crew.steps(index)]
     changed = [each["at"] for each in every if each["at"] > after and each["changes"] >= 2]
@@ -114,15 +114,17 @@ def _full(crew: Crew, after: float) -> list[float]:
     )
 
 
-def _pause(crew: Crew, index: int, whole: float) -> float:
-    """Return by how much the step before a moment took longer than others, on one worker."""
-    times = [each["at"] for each in crew.steps(index)]
-    gaps = np.diff(times)
-    around = [gap for at, gap in zip(times[1:], gaps, strict=True) if abs(at - whole) < 0.5]
-    return float(max(around) - np.median(gaps))
+def _pause(crew: Crew | LaunchedRun, index: int, after: float) -> float:
+    """Return by how much the first step in full number took longer than others, on one worker."""
+    steps = crew.steps(index)
+    gaps = np.diff([each["at"] for each in steps])
+    whole = [each["at"] > after and each["size"] == crew.size for each in steps]
+    smaller = [each["at"] > after and each["size"] < crew.size for each in steps]
+    first = whole.index(True, smaller.index(True)) if any(smaller) else whole.index(True)
+    return float(gaps[first - 1] - np.median(gaps))
 
 
-def _counted(crew: Crew) -> list[str]:
+def _counted(crew: Audience) -> list[str]:
     """Return which workers do not agree on the weights after a step that both report."""
     seen: dict[tuple[int, int], float] = {}
     for index in crew.reports:
@@ -290,6 +292,57 @@ def stopped(
         return faults, waited, text
 
 
+class LaunchedRun(Audience):
+    """An elastic job that the launcher has started on this host."""
+
+    def __init__(self, size: int, spares: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.size = size
+        environ = {
+            "ELASTIC_DOOR": self.door,
+            "ELASTIC_OPTIONS": json.dumps(vars(self.options)),
+            "PYTHONPATH": str(ROOT),
+        }
+        words = [sys.executable, "-m", "ndistribute", "run", "--elastic", "-n", str(size)]
+        words += ["--spares", str(spares), PROGRAM]
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self._process = subprocess.Popen(words, env=environment(environ), cwd=ROOT, **pipes)
+
+    def __exit__(self, *error: Any) -> None:
+        self._process.terminate()
+        self._process.wait(60.0)
+        super().__exit__(*error)
+
+    def kill(self, index: int) -> float:
+        """Kill a worker, which the launcher starts again; return when."""
+        starts = [each["pid"] for each in self.reports[index] if each["what"] == "start"]
+        now = time.time()
+        os.kill(starts[-1], signal.SIGKILL)
+        self.killed.append((index, now, self.changes))
+        return now
+
+
+def launcher(options: argparse.Namespace) -> Iterator[Row]:
+    """Kill a worker that the launcher starts again, without a spare and with one."""
+    for spares in (0, 1):
+        pauses, wholes, wrong = [], [], []
+        for number in range(options.repetitions):
+            with LaunchedRun(3, spares, epochs=10**6, counts=False) as job:
+                job.wait_for(lambda job=job: min([len(job.steps(k)) for k in range(3)]) >= 20)
+                job.hear(11.0)  # Whoever has run for ten seconds is started again at once.
+                at = job.kill(number % 3)
+                job.wait_for(lambda job=job, at=at: bool(_full(job, at)))
+                whole = _full(job, at)[0]
+                job.hear(0.5)
+                others = [index for index in range(3) if index != number % 3]
+                wholes.append(1e3 * (whole - at))
+                pauses.append(1e3 * max(_pause(job, index, at) for index in others))
+                wrong += _counted(job)
+        name = f"{spares} spare{'s' * (spares != 1)} of the launcher"
+        yield _row("launcher", f"pause of the others, {name}", pauses, wrong=wrong)
+        yield _row("launcher", f"kill to the full number, {name}", wholes)
+
+
 class TorchRun(Audience):
     """A job of torchrun on this host."""
 
@@ -299,6 +352,8 @@ class TorchRun(Audience):
         job["checkpoint"] = f"{self.folder}/checkpoint.pt"
         environ = {**os.environ, "ELASTIC_DOOR": self.door, "ELASTIC_OPTIONS": json.dumps(job)}
         environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+        # Else restarted workers of torch 2.14 look for addresses of lost ones: gloo gives up.
+        environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         words = [python, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3"]
         words += ["--nnodes", "1", "--nproc-per-node", str(size), _TORCH]
         self._process = subprocess.Popen(
@@ -350,6 +405,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
     "kills": kills,
     "control": control,
     "joins": joins,
+    "launcher": launcher,
     "rate": rate,
     "cost": cost,
     "stops": stops,

@@ -67,6 +67,15 @@ def test_faults_are_measured_with_the_jobs_of_the_fault_tests(tmp_path):
     assert rows["updates made twice"]["all"] == [0]
 
 
+def test_a_benchmark_of_elastic_workers_notices_a_sample_that_is_left_out(tmp_path):
+    python_says(
+        "-m", "benchmarks.elastic", "--quick", "--out", tmp_path / "e.json", "--only", "control"
+    )
+    (row,) = json.loads((tmp_path / "e.json").read_text())["rows"]
+    assert row["wrong"] == []
+    assert any("1 samples were lost" in fault for fault in row["said"])
+
+
 def of(*groups):
     return Benchmark("made_up", "Made up", "us", lambda quick: list(groups), rate=False)
 

@@ -26,25 +26,25 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 BUDGETS = {
     "autodiff": 2842,
     "cluster": 663,
-    "collective": 4640,
+    "collective": 4649,
     "compat": 4010,
     "coordinator": 916,
     "data": 2778,
     "estimator": 1470,
     "graph": 4703,
     "jit": 1652,
-    "launcher": 1820,
-    "models": 7302,
-    "optimizers": 1029,
+    "launcher": 1822,
+    "models": 7303,
+    "optimizers": 1025,
     "parameter_server": 2145,
-    "strategies": 2217,
+    "strategies": 2230,
     "task": 303,
-    "top level": 3130,
+    "top level": 3131,
     "transport": 2006,
-    "variables": 1145,
+    "variables": 1146,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 42426
+TESTS_BUDGET = 42519
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -11,7 +11,7 @@ import pytest
 
 from tests.jobs.elastic import Crew, Drama, play, random_drama
 
-RUNS = int(os.environ.get("FAULTS_RUNS", "3"))
+RUNS = int(os.environ.get("FAULTS_RUNS", "2"))
 SEED = int(os.environ.get("FAULTS_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)
 STEPS = {"epochs": 3, "rows": 96, "batch": 12, "seconds": 0.002}
 

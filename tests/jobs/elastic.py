@@ -165,7 +165,8 @@ class Audience:
         if not self.results:
             return [f"nobody came to the end: {self.progress()}"]
         wrong = []
-        weights = expected(self.options) if self.options.source == "data" else None
+        is_alike = self.options.source == "data" and not self.options.scaled
+        weights = expected(self.options) if is_alike else None
         for index, result in self.results.items():
             if weights is not None:
                 error = np.abs(np.array(result["weights"]) - weights).max()
@@ -306,7 +307,9 @@ class Crew(Audience):
 def expected(options: WorkerOptions) -> np.ndarray:
     """Return the weights of an undisturbed run, which this process computes."""
     x, y = samples(options.rows)
-    data = nd.Dataset.from_tensor_slices((x, y)).shuffle(options.rows, seed=1).batch(options.batch)
+    again = options.loop != "fit"
+    data = nd.Dataset.from_tensor_slices((x, y))
+    data = data.shuffle(options.rows, seed=1, reshuffle_each_iteration=again).batch(options.batch)
     weights, velocity = np.zeros(COLUMNS), np.zeros(COLUMNS)
     momentum = 0.9 * (options.updates == 2)
     for _ in range(options.epochs):
@@ -356,6 +359,7 @@ def random_drama(rng: random.Random, **fixed: Any) -> Drama:
         "reduces": rng.random() < 0.5,
         "seconds": rng.choice([0.0, 0.002, 0.01]),
         "devices": rng.choice([1, 1, 2]),
+        "loop": rng.choice(["loop", "loop", "fit"]),
         **fixed.get("options", {}),
     }
     ranks = rng.sample(range(size), size)
@@ -367,7 +371,8 @@ def random_drama(rng: random.Random, **fixed: Any) -> Drama:
         kills.append((rng.randrange(1, 8), rng.random() * (0.003 + options["seconds"]), who))
     if mode != "in a change":
         return Drama(size, wire, mode, tuple(kills), options)
-    point = fixed.get("die_at") or rng.choice(list(POINTS))
+    places = [each for each in POINTS if options["loop"] == "loop" or "update" not in each]
+    point = fixed.get("die_at") or rng.choice(places)
     return Drama(size, wire, mode, tuple(kills), options, point, ranks[1], rng.choice([0, 0, 1, 2]))
 
 

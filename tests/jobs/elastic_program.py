@@ -157,7 +157,7 @@ def samples(rows: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def train(options: WorkerOptions, reports: Reports, fuse: _Fuse) -> dict[str, Any]:
-    """Train in a loop of one's own; return the weights and the counts."""
+    """Train; return the weights and the counts."""
     nd.set_seed(3)
     limits = nd.Elastic(
         options.min_workers, options.max_workers, "scaled" if options.scaled else "constant"
@@ -165,66 +165,135 @@ def train(options: WorkerOptions, reports: Reports, fuse: _Fuse) -> dict[str, An
     communication = nd.CommunicationOptions(
         implementation=options.implementation, timeout_seconds=options.timeout
     )
-    counted = options.epochs if options.counts else 1
     devices = [f"cpu:{number}" for number in range(options.devices)]
     with nd.MultiWorkerMirroredStrategy(
         communication_options=communication, devices=devices, elastic=limits
     ) as strategy:
         reports.tell("joined", newcomer=strategy.session.is_newcomer)
-        with strategy.scope():
-            weights = nd.Variable(np.zeros(COLUMNS), name="weights")
-            counts = nd.Variable(
-                np.zeros((counted, options.rows)), name="counts", aggregation="sum"
-            )
-            seen = nd.metrics.Sum(name="seen")
-            # With one update, the optimizer counts as well, by a gradient of -1 and a rate of 1.
-            optimizer = nd.optimizers.SGD(1.0, momentum=0.9 * (options.updates == 2))
-        data = _datasets(strategy, options)
-
-        def step(batch: Any, epoch: int, number: int) -> Any:
-            ids, inputs, targets = batch
-            time.sleep(options.seconds)
-            if options.drop == (epoch, number) and strategy.is_chief:
-                ids, inputs, targets = ids[1:], inputs[1:], targets[1:]
-            error = inputs @ weights.numpy() - targets
-            gradient = 0.02 * inputs.T @ error / options.batch
-            hits = np.zeros((counted, options.rows))
-            np.add.at(hits[epoch % counted], ids, 1)
-            seen.update_state(ids + 1)
-            if options.updates == 1:
-                optimizer.apply_gradients([(gradient, weights), (-hits, counts)])
-            else:
-                optimizer.apply_gradients([(gradient, weights)])
-                counts.assign_add(hits)
-            return np.sum(error**2)
-
-        totals: list[float] = []
-        for epoch in range(options.epochs):
-            total = 0.0
-            for batch in strategy.elastic(data):
-                number = strategy.session.input.number
-                loss = strategy.run(step, args=(batch, epoch, number))
-                session = strategy.session
-                reports.tell(
-                    "step",
-                    epoch=epoch,
-                    step=number,
-                    size=session.size,
-                    changes=session.changes,
-                    weight=float(weights.numpy()[0]),
-                )
-                fuse.armed = True
-                if options.reduces:
-                    total += float(strategy.reduce("sum", loss))
-            totals.append(float(seen.result()))
-            seen.reset_state()
+        train = fit if options.loop == "fit" else loop
         return {
-            "weights": weights.numpy().tolist(),
-            "counts": counts.numpy().tolist(),
-            "totals": totals,
+            **train(strategy, options, reports, fuse),
             "changes": strategy.session.changes,
             "joined": not strategy.session.is_newcomer,
         }
+
+
+def loop(strategy: Any, options: WorkerOptions, reports: Reports, fuse: _Fuse) -> dict[str, Any]:
+    """Train in a loop of one's own; return the weights and the counts."""
+    counted = options.epochs if options.counts else 1
+    with strategy.scope():
+        weights = nd.Variable(np.zeros(COLUMNS), name="weights")
+        counts = nd.Variable(np.zeros((counted, options.rows)), name="counts", aggregation="sum")
+        seen = nd.metrics.Sum(name="seen")
+        # With one update, the optimizer counts as well, by a gradient of -1 and a rate of 1.
+        optimizer = nd.optimizers.SGD(1.0, momentum=0.9 * (options.updates == 2))
+    data = _datasets(strategy, options)
+
+    def step(batch: Any, epoch: int, number: int) -> Any:
+        ids, inputs, targets = batch
+        time.sleep(options.seconds)
+        if options.drop == (epoch, number) and strategy.is_chief:
+            ids, inputs, targets = ids[1:], inputs[1:], targets[1:]
+        error = inputs @ weights.numpy() - targets
+        gradient = 0.02 * inputs.T @ error / options.batch
+        hits = np.zeros((counted, options.rows))
+        np.add.at(hits[epoch % counted], ids, 1)
+        seen.update_state(ids + 1)
+        if options.updates == 1:
+            optimizer.apply_gradients([(gradient, weights), (-hits, counts)])
+        else:
+            optimizer.apply_gradients([(gradient, weights)])
+            counts.assign_add(hits)
+        return np.sum(error**2)
+
+    totals: list[float] = []
+    for epoch in range(options.epochs):
+        total = 0.0
+        for batch in strategy.elastic(data):
+            number = strategy.session.input.number
+            loss = strategy.run(step, args=(batch, epoch, number))
+            session = strategy.session
+            reports.tell(
+                "step",
+                epoch=epoch,
+                step=number,
+                size=session.size,
+                changes=session.changes,
+                weight=float(weights.numpy()[0]),
+            )
+            fuse.armed = True
+            if options.reduces:
+                total += float(strategy.reduce("sum", loss))
+        totals.append(float(seen.result()))
+        seen.reset_state()
+    return {
+        "weights": weights.numpy().tolist(),
+        "counts": counts.numpy().tolist(),
+        "totals": totals,
+    }
+
+
+class Counts(nd.metrics.Metric):
+    """The samples of each number that an epoch has; its value is 0 if each occurs once."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__("counts")
+        self.counts = self.add_weight("counts", (rows,))
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        """Count the samples whose numbers are the first column."""
+        hits = np.zeros(self.counts.shape, np.float32)
+        np.add.at(hits, np.asarray(y_true)[:, 0].astype(int), 1)
+        self.counts.assign_add(hits)
+
+    def result(self) -> Any:
+        """Return how many samples are missing, or too many."""
+        return np.sum(np.abs(np.asarray(self.counts) - 1))
+
+
+def fit(strategy: Any, options: WorkerOptions, reports: Reports, fuse: _Fuse) -> dict[str, Any]:
+    """Train by `fit`; return the weights, and the counts of the epochs that this worker ended."""
+    x, y = samples(options.rows)
+    numbered = np.stack([np.arange(options.rows), y], axis=1)
+    data = nd.Dataset.from_tensor_slices((x, numbered))
+    data = data.shuffle(options.rows, seed=1, reshuffle_each_iteration=False)
+
+    def loss(y_true: Any, y_pred: Any) -> Any:
+        return (y_pred[:, 0] - y_true[:, 1]) ** 2
+
+    class Teller(nd.callbacks.Callback):
+        epoch, wrong = 0, 0.0
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.epoch = epoch
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.wrong += float(logs["counts"])
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            session = strategy.session
+            facts = {"size": session.size, "changes": session.changes, "weight": 0.0}
+            reports.tell("step", epoch=self.epoch, step=batch + 1, **facts)
+            fuse.armed = True
+            time.sleep(options.seconds)
+
+    with strategy.scope():
+        model = nd.Sequential([nd.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+        momentum = 0.9 * (options.updates == 2)
+        model.compile(
+            optimizer=nd.optimizers.SGD(0.01, momentum=momentum),
+            loss=loss,
+            metrics=[Counts(options.rows)],
+        )
+    teller = Teller()
+    batches = data.batch(options.batch)
+    model.fit(batches, epochs=options.epochs, callbacks=[teller], verbose=0)
+    weights = model.get_weights()
+    return {
+        "weights": weights[0][:, 0].tolist() if weights else [0.0] * COLUMNS,
+        "counts": [[1.0 + teller.wrong]] * options.epochs,
+        "totals": [options.rows * (options.rows + 1) / 2] * options.epochs,
+    }
 
 
 def main() -> None:
