@@ -13,6 +13,8 @@ from ndistribute.optimizers.schedules import PiecewiseConstantDecay as _Piecewis
 PiecewiseConstantDecay = _PiecewiseConstantDecay
 from ndistribute.optimizers.schedules import PolynomialDecay as _PolynomialDecay
 PolynomialDecay = _PolynomialDecay
+from ndistribute.optimizers.schedules import ScaledByWorkers as _ScaledByWorkers
+ScaledByWorkers = _ScaledByWorkers
 from ndistribute.optimizers.schedules import WarmUp as _WarmUp
 WarmUp = _WarmUp
 deserialize: Any
