@@ -26,7 +26,7 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 BUDGETS = {
     "autodiff": 2842,
     "cluster": 663,
-    "collective": 4640,
+    "collective": 4649,
     "compat": 4010,
     "coordinator": 916,
     "data": 2778,
@@ -34,17 +34,17 @@ BUDGETS = {
     "graph": 4703,
     "jit": 1652,
     "launcher": 1478,
-    "models": 7302,
-    "optimizers": 1029,
+    "models": 7303,
+    "optimizers": 1025,
     "parameter_server": 1595,
-    "strategies": 2183,
+    "strategies": 2195,
     "task": 296,
-    "top level": 3077,
+    "top level": 3078,
     "transport": 1992,
-    "variables": 1145,
+    "variables": 1146,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 41551
+TESTS_BUDGET = 41582
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

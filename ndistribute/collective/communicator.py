@@ -6,11 +6,12 @@ buffers to its backend. No other code calls a backend. A group of one replica is
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,6 +212,16 @@ class Communicator:
             with self._numbered("broadcast", f"root={root}", signature, counts=False) as call:
                 self._backend.broadcast(call, buffers, root)
         return self._returned(value, arrays, buffers)
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Make the calls of a block parts of the last call: other processes may not make them."""
+        before = self.part_of
+        self.part_of = self.calls_made if before is None else before
+        try:
+            yield
+        finally:
+            self.part_of = before
 
     def merge(self, kind: str, value: Any, combine: Combine[T], *, writes: bool = False) -> T:
         """Run a function once on the values of all replicas of this process.

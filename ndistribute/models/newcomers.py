@@ -59,8 +59,8 @@ def training_loop(model: Any, batches: Any) -> Iterator[bool]:
 
 
 def _check_sums(model: Any) -> None:
-    for part in _parts(model):
-        if isinstance(part, LossScale) and isinstance(part.inner, GradientAccumulation):
+    for each in _optimizers(model):
+        if isinstance(each, LossScale) and isinstance(each.inner, GradientAccumulation):
             raise ValueError(
                 "LossScale(GradientAccumulation(...)): each replica has the sums of all, which do "
                 "not fit another number of workers. With elastic workers, leave out one of them: "
@@ -68,31 +68,31 @@ def _check_sums(model: Any) -> None:
             )
 
 
-def _parts(model: Any) -> list[Any]:
-    """Return the optimizers of a model, with those that others wrap, and its callbacks."""
+def _optimizers(model: Any) -> list[Any]:
+    """Return the optimizers in the attributes of a model."""
     values = [each if isinstance(each, list | tuple) else [each] for each in vars(model).values()]
-    optimizers = [each for each in chain(*values) if isinstance(each, Optimizer)]
-    optimizers += [each.inner for each in optimizers if hasattr(each, "inner")]
-    return [*optimizers, *model.position.callbacks]
+    return [each for each in chain(*values) if isinstance(each, Optimizer)]
 
 
 def _shared(model: Any) -> dict[str, Any]:
-    position, parts = model.position, _parts(model)
-    rates = [getattr(part, "learning_rate", None) for part in parts]
+    position, rates = model.position, [each.learning_rate for each in _optimizers(model)]
     return {
         "position": (position.epoch, position.step, position.steps_made),
         "history": (model.history.epoch, model.history.history),
-        "states": [part.state_dict() if has_state(part) else None for part in parts],
+        "callbacks": [
+            each.state_dict() if has_state(each) else None for each in position.callbacks
+        ],
         "rates": [rate if isinstance(rate, int | float) else None for rate in rates],
     }
 
 
 def _take(model: Any, shared: Any) -> None:
-    position, history, parts = model.position, model.history, _parts(model)
+    position, history = model.position, model.history
     position.epoch, position.step, position.steps_made = shared["position"]
     history.epoch, history.history = shared["history"]
-    for part, state, rate in zip(parts, shared["states"], shared["rates"], strict=True):
-        if rate is not None:
-            part.learning_rate = rate
+    for optimizer, rate in zip(_optimizers(model), shared["rates"], strict=True):
+        if rate is not None:  # Else it is a schedule or a variable.
+            optimizer.learning_rate = rate
+    for callback, state in zip(position.callbacks, shared["callbacks"], strict=True):
         if state is not None:
-            part.load_state_dict(state)
+            callback.load_state_dict(state)

@@ -338,13 +338,8 @@ class Optimizer(Explaining, Shown):
         if replica is None:
             make_slots([self])
             return None
-        communicator = replica.communicator
-        # Not counted as a call, because after a failure workers may build in different steps.
-        communicator.part_of = communicator.calls_made
-        try:
-            communicator.merge("apply_gradients", self, make_slots)
-        finally:
-            communicator.part_of = None
+        with replica.communicator.uncounted():  # Workers may build in different steps.
+            replica.communicator.merge("apply_gradients", self, make_slots)
         return replica
 
     def _new_slots(self, variable: Variable) -> tuple[Variable, ...]:

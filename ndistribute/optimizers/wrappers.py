@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute.context import current_trace, get_replica_context
+from ndistribute.context import current_trace, get_replica_context, get_strategy
 from ndistribute.devices import array_namespace, as_array
 from ndistribute.errors import TracingError
 from ndistribute.indexed_slices import IndexedSlices, map_values
@@ -129,8 +129,9 @@ class GradientAccumulation(_Wrapper):
             if replica is None or replica.num_replicas_in_sync == 1:
                 self.build(variables)
             else:
-                replica.merge_call(lambda _: self.build(variables))
-        variables[0].distribute_strategy.note_state(self)
+                with replica.communicator.uncounted():
+                    replica.merge_call(lambda _: self.build(variables))
+        get_strategy().note_state(self)
         is_due = self._count_call()
         for gradient, variable in pairs:
             if isinstance(gradient, IndexedSlices):
@@ -211,6 +212,7 @@ class LossScale(_Wrapper):
 
     def scale_loss(self, loss: Any) -> Any:
         """Return the loss times the scale, in float32: differentiate this one."""
+        get_strategy().note_state(self)
         return self.inner.scale_loss(loss.astype(np.float32) * self.scale)
 
     def state_dict(self) -> dict[str, Any]:
@@ -228,8 +230,6 @@ class LossScale(_Wrapper):
         """Make a step with gradients of the scaled loss, unless they overflow; see `Optimizer`."""
         pairs = [pair for pair in grads_and_vars if pair[0] is not None]
         variables = [variable for _, variable in pairs]
-        for variable in variables[:1]:
-            variable.distribute_strategy.note_state(self)
         gradients = [map_values(lambda array: widened(as_array(array)), each) for each, _ in pairs]
         replica = get_replica_context()
         if replica is not None and not skip_gradients_aggregation:

@@ -483,7 +483,7 @@ class ElasticSession:
             mine = {"variables": self.state.described(), "sums": self.state.known_sums()}
             mine |= {"seed": [str(seed.entropy), seed.n_children_spawned]}
             mine |= {"shared": self.share(), "unit": self._unit, "inputs": self.inputs}
-            mine["first_size"] = self._first_size
+            mine |= {"first_size": self._first_size, "plain": self.state.plain_states()}
         if outcome.uncounted:
             _log.warning("metrics lack what lost workers counted in unit %d", self._unit)
             mine["growth"] = self.state.growth(rank)
@@ -502,6 +502,7 @@ class ElasticSession:
         if self.is_newcomer:
             self._unit, self.inputs = source["unit"], source["inputs"]
             self._first_size = source["first_size"]
+            self.state.receive_plain(dict(source["plain"]))
             context.restore_seed(int(source["seed"][0]), source["seed"][1])
             self.take(source["shared"])
         if iterator is not None:

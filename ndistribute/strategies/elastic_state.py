@@ -51,7 +51,10 @@ class ReplicatedState:
         self._made = Counter[str]()
         self._received: dict[Key, Array] = {}  # Of variables that are not made yet.
         self._kept: list[tuple[SnapshotArray, Array]] = []
-        self._plain = weakref.WeakSet[Any]()  # What has a state of plain values.
+        # What has a state of plain values, with its number; and the states of what comes later.
+        self._plain = weakref.WeakKeyDictionary[Any, int]()
+        self._plain_received: dict[int, Any] = {}
+        self._numbers = itertools.count()
         self._kept_states: list[tuple[Any, Any]] = []
         self._in_unit = False
         self._bytes = 0
@@ -82,8 +85,21 @@ class ReplicatedState:
     def add_plain(self, holder: Any) -> None:
         """Add what has a state of plain values, such as a count of calls, before a call."""
         if holder not in self._plain:
-            self._plain.add(holder)
+            self._plain[holder] = number = next(self._numbers)
+            if (state := self._plain_received.pop(number, None)) is not None:
+                holder.load_state_dict(state)
             self._kept_states.append((holder, holder.state_dict()))
+
+    def plain_states(self) -> list[tuple[int, Any]]:
+        """Return the states of plain values by number."""
+        return [(number, holder.state_dict()) for holder, number in self._plain.items()]
+
+    def receive_plain(self, states: dict[int, Any]) -> None:
+        """Set states to those of another member, now or when what has them is added."""
+        for holder, number in self._plain.items():
+            if (state := states.pop(number, None)) is not None:
+                holder.load_state_dict(state)
+        self._plain_received = states
 
     @property
     def is_small(self) -> bool:

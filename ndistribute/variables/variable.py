@@ -527,7 +527,8 @@ def create_variable(initial_value: Any, dtype: Any, policy: VariablePolicy) -> A
         return _create(strategy, first_array, first_policy)
 
     request = (_described(initial_value, dtype, policy), policy, array)
-    return replica.communicator.merge("Variable", request, create)
+    with replica.communicator.uncounted():  # A worker that joins creates it later than others.
+        return replica.communicator.merge("Variable", request, create)
 
 
 def _create(strategy: Any, array: Array, policy: VariablePolicy) -> Any:

@@ -32,12 +32,12 @@ class Ends(nd.callbacks.Callback):
     """Ends this worker at a call of a method, and lets the chief wait there for a newcomer.
 
     Args:
-        waits: the method, and the number of its call, at which the chief makes a file, and waits;
-            and the file.
+        waits: the file that the chief makes, and the methods and numbers of calls at which it waits
+            until there are three workers, or somebody waits to be the third.
     """
 
     def __init__(self, waits: Any) -> None:
-        self._waits, self.calls = waits, Counter[str]()
+        self._waits, self.calls = waits or [], Counter[str]()
         self.epochs: list[int] = []
 
     def _call(self, method: str) -> None:
@@ -46,9 +46,10 @@ class Ends(nd.callbacks.Callback):
         if call == _ends:
             end()
         strategy = self.model.strategy
-        if self._waits and call == self._waits[:2] and strategy.is_chief:
-            Path(self._waits[2]).touch()
-            wait_until(lambda: strategy.session._meetings.newcomers_wait)
+        if call in self._waits[1:] and strategy.is_chief:
+            Path(self._waits[0]).touch()
+            meetings = strategy.session._meetings
+            wait_until(lambda: meetings.newcomers_wait or strategy.num_replicas_in_sync == 3)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.epochs.append(epoch)
@@ -113,6 +114,8 @@ def made(kind: str) -> Any:
         optimizer = nd.optimizers.GradientAccumulation(nd.optimizers.SGD(0.1), 2)
     elif kind == "scale":
         optimizer = nd.optimizers.LossScale(optimizer, growth_steps=3)
+    elif kind == "rate":
+        optimizer = nd.optimizers.SGD(nd.optimizers.schedules.ScaledByWorkers(0.03))
     model.compile(optimizer, "mse", metrics=["mae"])
     return model
 
@@ -140,7 +143,8 @@ def run(
     _ends[:] = ends or []
     strategy: Any = nd.get_strategy()
     if "TF_CONFIG" in os.environ:
-        strategy = nd.MultiWorkerMirroredStrategy(elastic=nd.Elastic())
+        limits = nd.Elastic(batch="scaled" if kind == "rate" else "constant")
+        strategy = nd.MultiWorkerMirroredStrategy(elastic=limits)
     x, y = data()
     with strategy.scope():
         model = made(kind)
@@ -157,7 +161,8 @@ def run(
         if steps is not None:
             dataset = nd.Dataset.from_tensor_slices((x, y)).shuffle(ROWS, seed=2).batch(8)
             examples = {"x": dataset.repeat(), "steps_per_epoch": steps}
-        options |= {"epochs": epochs, "verbose": 2, "callbacks": [ending, rates, stops, *more]}
+        callbacks = [ending, stops, *more] if kind == "rate" else [ending, rates, stops, *more]
+        options |= {"epochs": epochs, "verbose": 2, "callbacks": callbacks}
         history = model.fit(**examples, **options)
         result = {"epochs": history.epoch, "logs": history.history}
         result |= {"begun": ending.epochs, "best": stops.best}
@@ -165,6 +170,8 @@ def run(
             result["scores"] = model.evaluate(x, y, batch_size=8, callbacks=ending, verbose=0)
             result["outputs"] = model.predict(x, batch_size=8, callbacks=ending).tolist()
         result["weights"] = [w.tolist() for w in model.get_weights()]
+        if kind == "rate":
+            result["rate"] = model.optimizer.learning_rate(0)
         result["steps"] = int(model.optimizer.iterations)
         result["chief"] = strategy.is_chief
     if strategy.session is not None:

@@ -13,7 +13,7 @@ import pytest
 import ndistribute as nd
 from ndistribute import tensor_files
 from tests.jobs import elastic_fit
-from tests.processes import ROOT, Tasks, wait_until
+from tests.processes import ROOT, Tasks, free_addresses, tf_config, wait_until
 
 SCRIPT = str(ROOT / "tests" / "jobs" / "elastic_fit.py")
 
@@ -105,14 +105,13 @@ def test_epochs_that_go_on_in_the_dataset_do_so_after_a_loss(job):
     assert_same(begun.result(2), undisturbed("fit", 4, 4))
 
 
-def test_a_newcomer_goes_on_at_the_step_of_the_others_with_the_state_of_their_callbacks(
-    job, tmp_path
-):
-    begun = job(kind="fit", waits=["train", 14, f"{tmp_path}/waits"])
+@pytest.mark.parametrize("kind", ["fit", "gan", "sums", "scale"])
+def test_a_newcomer_goes_on_at_the_step_of_the_others_with_their_state(job, tmp_path, kind):
+    begun = job(kind=kind, waits=[f"{tmp_path}/waits", ["train", 14]])
     for index in range(3):
         begun.start(index, ends=["train", 8] if index == 1 else None)
     begun.start_again(1, tmp_path / "waits")
-    expected = undisturbed("fit")
+    expected = undisturbed(kind)
     for result in map(begun.result, range(3)):
         assert_same(result, expected)
         assert result["best"] == pytest.approx(expected["best"])
@@ -120,8 +119,9 @@ def test_a_newcomer_goes_on_at_the_step_of_the_others_with_the_state_of_their_ca
     assert begun.result(0)["begun"] == [0, 1, 2]
 
 
-def test_a_worker_that_comes_in_the_last_step_of_fit_joins_in_evaluate(job, tmp_path):
-    begun = job(kind="fit", waits=["train", 18, f"{tmp_path}/waits"])
+@pytest.mark.parametrize("comes", [[["train", 18], ["test", 10]], [["predict", 4]]])
+def test_a_worker_that_comes_after_fit_joins_in_the_next_loop(job, tmp_path, comes):
+    begun = job(kind="fit", waits=[f"{tmp_path}/waits", *comes])
     for index in range(3):
         begun.start(index, ends=["train", 8] if index == 0 else None)
     begun.start_again(0, tmp_path / "waits")
@@ -129,6 +129,9 @@ def test_a_worker_that_comes_in_the_last_step_of_fit_joins_in_evaluate(job, tmp_
     assert late["epochs"] == []
     assert late["weights"] == begun.result(1)["weights"]
     assert_same(begun.result(1), expected)
+    np.testing.assert_allclose(late["outputs"], expected["outputs"], atol=1e-5)
+    if len(comes) == 2:
+        np.testing.assert_allclose(late["scores"], expected["scores"], atol=1e-5)
 
 
 @pytest.mark.parametrize("ends", [["train", 8], ["write", 2], ["write", 3], ["epoch", 2]])
@@ -167,3 +170,29 @@ def test_a_backup_covers_the_loss_of_all(job, tmp_path):
     for result in map(begun.result, range(3)):
         np.testing.assert_allclose(result["outputs"], expected["outputs"], atol=1e-5)
         assert (result["epochs"], result["steps"]) == ([1, 2], expected["steps"])
+
+
+def test_the_rate_is_in_proportion_to_the_workers_whose_batches_are_kept(job):
+    begun = job(kind="rate")
+    for index in range(3):
+        begun.start(index, ends=["train", 4] if index == 1 else None)
+    for result in (begun.result(0), begun.result(2)):
+        assert result["rate"] == pytest.approx(0.02)
+        # Batches became smaller, so that there are more of them.
+        assert result["steps"] > undisturbed("fit")["steps"]
+        assert np.isfinite(result["logs"]["loss"]).all()
+
+
+def test_what_cannot_go_on_with_other_workers_is_refused_at_the_start(monkeypatch):
+    config = tf_config(free_addresses({"worker": 1}), "worker", 0)
+    monkeypatch.setenv("TF_CONFIG", config)
+    x, y = elastic_fit.data()
+    with nd.MultiWorkerMirroredStrategy(elastic=nd.Elastic()) as strategy:
+        model = elastic_fit.made("gan")
+        with pytest.raises(ValueError, match="list_iterator, which cannot go back"):
+            model.fit(iter([(x, y)]), verbose=0)
+        inner = nd.optimizers.GradientAccumulation(nd.optimizers.SGD(0.1), 2)
+        model.compile(nd.optimizers.LossScale(inner))
+        with pytest.raises(ValueError, match=r"LossScale\(GradientAccumulation"):
+            model.fit(x, y, verbose=0)
+        assert strategy.is_chief

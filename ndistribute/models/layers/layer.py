@@ -565,7 +565,8 @@ def _once(make: Callable[[], Any]) -> None:
     if replica is None or replica.num_replicas_in_sync == 1:
         make()
     else:
-        replica.merge_call(lambda _: make())
+        with replica.communicator.uncounted():  # A worker that joins builds later than others.
+            replica.merge_call(lambda _: make())
 
 
 class _Calls(threading.local):
