@@ -54,7 +54,7 @@ _WATCH_SECONDS = 0.1  # Between two questions to a member that may have ended.
 _LOOK_SECONDS = 2.0  # Between two looks for a running job, of a worker that starts.
 _SUSPECT_SECONDS = 5.0  # Without an answer, of a member that the failure detector calls silent.
 _GRACE_SECONDS = 2.0  # For the coordinator's word on who is missing.
-_OVER_SECONDS = 5.0  # Without an answer of any member, until a newcomer gives up.
+_OVER_SECONDS = 20.0  # Without an answer of any member, until a newcomer gives up.
 
 
 class NotAMember(errors.DistributeError):

@@ -145,11 +145,11 @@ def test_all_members_end_with_the_same_unit_and_the_state_of_one_that_has_it(eve
 class Session:
     """What an iterator needs of a session, for a worker of some."""
 
-    limits = nd.Elastic()
+    batch_scale, limits = 1, nd.Elastic()
 
     def __init__(self, rank, size):
         self.changes = self.inputs = 0
-        self.input, self.at_batch, self.in_loop, self.batch_scale = None, False, True, 1
+        self.input, self.at_batch, self.in_loop = None, False, True
         self.regroup(rank, size)
 
     def regroup(self, rank, size):
