@@ -54,6 +54,7 @@ _WATCH_SECONDS = 0.1  # Between two questions to a member that may have ended.
 _LOOK_SECONDS = 2.0  # Between two looks for a running job, of a worker that starts.
 _SUSPECT_SECONDS = 5.0  # Without an answer, of a member that the failure detector calls silent.
 _GRACE_SECONDS = 2.0  # For the coordinator's word on who is missing.
+_WAIT_SECONDS = 0.5  # Between two looks of a newcomer for the next loop.
 _OVER_SECONDS = 20.0  # Without an answer of any member, until a newcomer gives up.
 
 
@@ -202,6 +203,7 @@ class Meetings:
                 if status.loop > report.loop + (not status.admits):
                     raise LoopOver(f"the job of {self._task} is past loop {report.loop}.")
                 if status.loop > report.loop:  # Another loop may begin, or the job end.
+                    self._closing.wait(_WAIT_SECONDS)
                     in_order, since = True, time.monotonic()
                     continue
                 reply = self._go_to(status.address, arrival, float("inf"))

@@ -196,10 +196,11 @@ def _notes_of_all(workers: ProcessGroup, at: str, note: dict[str, Any]) -> list[
     """Return the notes of all workers, after checking that they are at the same point."""
     notes = all_gather_object(workers, {"at": at, **note})
     for worker, theirs in enumerate(notes):
-        if theirs["at"] != at:
+        place = theirs.get("at") if isinstance(theirs, dict) else "another call"
+        if place != at:
             raise DistributeError(
                 f"worker {workers.rank} is at {at} of its input, and worker {worker} at "
-                f"{theirs['at']}: after an error in the input of one worker, or a break, all "
+                f"{place}: after an error in the input of one worker, or a break, all "
                 "workers must end the iteration before they iterate again."
             )
     return notes

@@ -119,7 +119,8 @@ class ElasticSupervisor(TaskSupervisor):
         present = [index for index, task in enumerate(self._tasks) if not task.removed]
         known = self.options.hosts
         stay, new = replan(places_on(known), present, hosts, self.options.max_workers)
-        if len(stay) + len(new) < self.options.min_workers:
+        lost = [i for i in stay if self._tasks[i].code and not self._tasks[i].removed]
+        if len(stay) - len(lost) + len(new) < self.options.min_workers:
             raise ValueError(f"it has fewer places than --min-workers {self.options.min_workers}.")
         grown = replace(self.options, hosts=(*known, *(Host(name, 1) for name, _ in new)))
         starts = self.start_all(grown)
@@ -161,6 +162,8 @@ class ElasticSupervisor(TaskSupervisor):
         if (port := task.start.listener) is not None:
             # Others that look for it learn at once that it does not run.
             self._selector.register(port, selectors.EVENT_READ, partial(refuse_waiting, [port]))
+        if task.removed and task.code == 0:  # It handed over; the work is not done.
+            task.code = PREEMPTED
         if task.code == 0:
             newest = time.monotonic() - _JOINING_SECONDS
             for other in self._tasks:

@@ -15,6 +15,7 @@ import os
 import runpy
 import select
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -101,7 +102,8 @@ class Spare(Process):
         self._socket.close()
         self.ask_to_end()
         self.hang_up()  # At once.
-        self.code()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # Its reaper ends it later.
+            self.code()
         self.close()
 
 

@@ -205,6 +205,7 @@ class LossScale(_Wrapper):
     @property
     def scale(self) -> Any:
         """The current scale."""
+        get_strategy().note_state(self)
         me, trace = _local_id(), current_trace()
         if trace is None:
             return self._states.get(me, self._first)[0]
@@ -212,7 +213,6 @@ class LossScale(_Wrapper):
 
     def scale_loss(self, loss: Any) -> Any:
         """Return the loss times the scale, in float32: differentiate this one."""
-        get_strategy().note_state(self)
         return self.inner.scale_loss(loss.astype(np.float32) * self.scale)
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,11 +12,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import threading
 import time
 from collections import defaultdict
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -128,6 +126,8 @@ def next_step(mine: m.Beat, other: m.Beat, copy: int, *, dead: bool, silent: boo
     if mine.role == "follows" or mine.whole:
         if silent:  # Before it died, the other one may have been told to lead.
             return "vote"
+        if other.role == "new" and other.epoch > mine.epoch:
+            return "leave"
         if dead or other.role == "new":
             return "lead"
         return "dismiss" if mine.whole and other.role == "joins" else "wait"
@@ -163,10 +163,7 @@ class ShardCopy(StoreService):
         super().__init__(task.snapshot_directory, name, return_seconds=silence, **saving)  # type: ignore[arg-type]
 
     def _open(self) -> None:
-        """Begin if there is something to go on from; most jobs keep one copy, and never ask."""
-        stem = self._task.replace(":", "-")
-        if any(Path(self._directory or os.devnull).glob(f"{stem}.*")):
-            self._begin()
+        """Wait for the first connection; most jobs keep one copy, and never ask."""
 
     def _begin(self) -> None:
         super()._open()
@@ -189,6 +186,8 @@ class ShardCopy(StoreService):
                 return self._follow(request)
             case m.Join():
                 return self._share()
+            case m.Status() if self._said.role != "leads":
+                return self._moved()
             case m.Status("log" | "snapshot") if self._disk is None:
                 return self.store.handle("", 0, request)[0][1]
         return super().handle(peer, call, request)
@@ -252,7 +251,8 @@ class ShardCopy(StoreService):
             # A copy may lead after it got all that was acknowledged without it.
             whole = self._said.whole
             changes = tuple(pending if whole else pending[:_BATCH])
-            request = m.Replicate(epoch, self._sent, changes, whole)
+            logs = self._disk is not None and bool(self._disk.logs)
+            request = m.Replicate(epoch, self._sent, changes, whole, logs)
         try:
             sent = self._other.call(request, _CALL_SECONDS)
         except DistributeError as error:
@@ -304,6 +304,9 @@ class ShardCopy(StoreService):
             ready = role == "follows" or (role == "joins" and self._filled >= 0)
             if not ready or request.epoch != self.store.epoch or again < 0:
                 return self._moved()
+            if request.logs and not (self._disk and self._disk.logs):
+                self._forget()  # It is filled again, with a log.
+                return self._moved()
             failures = [self._make(change) for change in request.changes[again:]]
             self._made = max(self._made, request.first + len(request.changes))
             self._heard = self._filled = time.monotonic()
@@ -334,6 +337,8 @@ class ShardCopy(StoreService):
             tensors, data = take(self.store)
             self._drop()
             self.store.keeps_pending, self._heard = True, time.monotonic()
+            # A kept array would change before the other copy gets it.
+            self.store.variables.may_keep_arrays = False
             rest = self._sent, self.store.variables.floor, self.store.totals
             logs = self._disk is not None and bool(self._disk.logs)
         arrays = tuple(tensors.values())
@@ -374,11 +379,13 @@ class ShardCopy(StoreService):
         )
         silent = self._witness is not None and now > self._heard + SILENCE_SECONDS
         step = next_step(mine, other, self._copy, dead=dead, silent=silent)
+        if step == "vote":
+            step = _VOTED[self._vote(asks=True)]
+            if step == "wait" and other.role:  # The witness is gone, and the other copy is back.
+                step = next_step(mine, other, self._copy, dead=False, silent=False)
         if step == "dismiss":
             other = self._ask(msgspec.structs.replace(mine, leave=True))
             step = "lead" if other.role in ("new", "joins") else "wait"
-        elif step == "vote":
-            step = _VOTED[self._vote(asks=True)]
         filling = self.store.keeps_pending and not mine.whole
         drops = filling and (dead or now > self._heard + _REFILL_SECONDS)
         if drops or step in ("lead", "join", "leave"):
@@ -444,6 +451,7 @@ class ShardCopy(StoreService):
         # One more, so that a copy which was filled before does not take what comes later.
         self._sent += len(self.store.pending) + 1
         self.store.pending, self.store.keeps_pending = [], False
+        self.store.variables.may_keep_arrays = True
 
     def _forget(self) -> None:
         """Be filled again before this copy follows."""

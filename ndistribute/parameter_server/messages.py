@@ -227,6 +227,7 @@ class Replicate(Record, frozen=True):
     first: int  # The number of changes before these.
     changes: tuple[Logged, ...]
     whole: bool  # Whether the other copy has all changes before, and may lead after this one.
+    logs: bool = False  # Whether every change must be on a disk.
 
 
 class Join(Record, frozen=True):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from ndistribute.cluster.spec import ClusterSpec
 from ndistribute.errors import WorkerLostError
@@ -95,21 +94,11 @@ class PairCall(RepeatedCall):
         for client in pair.copies:
             client.waits = pair.waits
         super().__init__(pair.copies[pair.leads], request, deadline)
-        self._beside: RepeatedCall | None = None
-        if isinstance(request, m.Status) and request.of != "memory":
-            self._beside = RepeatedCall(pair.copies[1 - pair.leads], request, deadline)
 
     @property
     def instance(self) -> str:
         """Return which state of the shard got the request."""
         return self._pair.instance
-
-    def result(self, until: float = float("inf")) -> Any:
-        reply = super().result(until)
-        if self._beside is None or reply is None or isinstance(reply, m.Failure):
-            return reply
-        beside = self._beside.result(until)
-        return beside if beside is None or isinstance(beside, m.Failure) else reply
 
     def _send_once(self) -> None:
         self.cancel()

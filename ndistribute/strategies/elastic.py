@@ -308,6 +308,8 @@ class ElasticSession:
             try:
                 with self._inside():
                     self._take_in_newcomers()
+                    if self.input is not None:
+                        self.input.catch_up()
                     self._result = call()
                     prepared = True
                     self._commit()
@@ -351,7 +353,7 @@ class ElasticSession:
 
     def _take_in_newcomers(self) -> None:
         """Begin a change at a batch if somebody waits to join at this worker, or must come."""
-        if not (self._admits and self.at_batch and self.rank == 0):
+        if not (self._admits and self.at_batch and self.in_loop and self.rank == 0):
             return
         if self._meetings.newcomers_wait or self.size < self.limits.min_workers:
             text = f"worker {self.rank} takes in workers that wait."
@@ -401,6 +403,9 @@ class ElasticSession:
                         clean = clean or not outcome.lacks[rank]
                     prepared = False
                     self._synchronise(reports, outcome)
+                    clean = True  # Whoever lacked the state has it now.
+                    if self.workers is not None:
+                        self.workers.peers.exchange("synchronised", b"", self._options.timeout)
                     self._tell(joined.plan.roster, time.monotonic() - begun)
                     self._meetings.establish(joined.plan)
                 break
@@ -506,10 +511,10 @@ class ElasticSession:
             context.restore_seed(int(source["seed"][0]), source["seed"][1])
             self.take(source["shared"])
         if iterator is not None:
+            if self.is_newcomer:
+                iterator.number = number - (not iterator._in_body)
             states = [each["input"] for each in everyone if each.get("input") is not None]
             iterator.cut_anew(number, states[0] if states else None)
-        if self.workers is not None:
-            self.workers.peers.exchange("synchronised", b"", self._options.timeout)
 
     def _passed_on(self, described: Sequence[Any], source: int) -> list[Any]:
         """Return the values of the variables of a member, which it sends to all."""

@@ -134,8 +134,6 @@ class ElasticIterator(TensorFlowIterator):
         self._open()
         inner = self._begun()
         inner.load_state_dict(state)
-        if self.wanted < number:  # This worker is new.
-            self.number = number if self._in_body else number - 1
         self._mark = inner.mark()
         taken = next(inner, _END)
         if number < self.wanted:  # This worker has completed that batch.
@@ -149,6 +147,15 @@ class ElasticIterator(TensorFlowIterator):
                 leaf._values = cut.values  # The step's arguments contain these objects.
         else:
             self._next = taken
+
+    def catch_up(self) -> None:
+        """Cut the batch in use anew, if members changed while another input was in use."""
+        if self._in_body and self._changes != self._session.changes:
+            state = self._kept = self.state()
+            self.close()
+            self._inner = None
+            if state is not None:
+                self._go_back(self.number, state)
 
     def holds(self, values: Sequence[PerReplica]) -> bool:
         """Return True if all values are parts of the batch in use."""

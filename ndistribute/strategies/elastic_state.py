@@ -25,7 +25,6 @@ from ndistribute.variables.variable import Variable
 # Keeping this much from step to step costs less than 0.1 ms.
 _SMALL_BYTES = 1 << 20
 
-_ZERO = np.zeros(1)  # So that a vector without sums has an element.
 _ADDED = VariableAggregation.SUM, VariableAggregation.ONLY_FIRST_REPLICA
 
 Key = tuple[str, int]  # The name of a variable, and how many with that name were made before it.
@@ -47,6 +46,9 @@ class ReplicatedState:
 
     def __init__(self) -> None:
         self._variables: dict[Key, weakref.ref[Variable]] = {}
+        # A freed variable stays here: each worker frees it at its own time, and the vectors of all
+        # must have the same places.
+        self._counted: dict[Key, tuple[int, bool]] = {}
         self._keys: dict[int, Key] = {}  # By the variable's id.
         self._made = Counter[str]()
         self._received: dict[Key, Array] = {}  # Of variables that are not made yet.
@@ -75,6 +77,9 @@ class ReplicatedState:
         self._made[variable.name] += 1
         self._keys[id(variable)] = key
         self._variables[key] = weakref.ref(variable, self._list_anew)
+        if isinstance(variable, SyncOnReadVariable) and variable.aggregation in _ADDED:
+            first_only = variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA
+            self._counted[key] = math.prod(variable._shape), first_only
         self._bytes += variable._dtype.itemsize * math.prod(variable._shape)
         self._is_listed = False
         if (value := self._received.pop(key, None)) is not None:
@@ -117,15 +122,16 @@ class ReplicatedState:
         """List the arrays of the variables that exist."""
         self._is_listed = True
         self._cells, self._components, self._summed, size = [], [], [], 0
-        for key, variable in self._each():
+        alive = dict(self._each())
+        for variable in alive.values():
             self._cells += variable._cells
             if isinstance(variable, SyncOnReadVariable):
                 self._components += variable._cells
-                if variable.aggregation in _ADDED:
-                    place = slice(size, size := size + math.prod(variable._shape))
-                    first_only = variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA
-                    self._summed.append(_Summed(key, variable._cells, first_only, place))
-        dtypes = [each.cells[0].array.dtype for each in self._summed]
+        for key, (length, first_only) in self._counted.items():
+            place = slice(size, size := size + length)
+            cells = alive[key]._cells if key in alive else []
+            self._summed.append(_Summed(key, cells, first_only, place))
+        dtypes = [each.cells[0].array.dtype for each in self._summed if each.cells]
         self._wide = np.result_type(np.float64, *dtypes)
         self._replicas = max([len(each.cells) for each in self._summed], default=1)
 
@@ -174,8 +180,11 @@ class ReplicatedState:
 
     def _joined(self, replica: int) -> Array:
         """Return the components of a replica as one vector of wide numbers; the last one is 0."""
-        arrays = [to_host(_array_of(each.cells[replica])).ravel() for each in self._summed]
-        return np.concatenate([*arrays, _ZERO], dtype=self._wide)
+        joined = np.zeros(self._summed[-1].place.stop + 1 if self._summed else 1, self._wide)
+        for each in self._summed:
+            if each.cells:
+                joined[each.place] = to_host(_array_of(each.cells[replica])).ravel()
+        return joined
 
     def set_sums(self, sums: Array, parts: Array) -> None:
         """Remember the sums over all replicas, and what this process added to them."""
@@ -203,8 +212,9 @@ class ReplicatedState:
         if write.how != "assign":
             value = known + value if write.how == "assign_add" else known - value
         self._sums[key] = value
+        parts = self.parts_of_sums(self._rank)  # Lists the variables anew, if some were freed.
         place = next(each.place for each in self._summed if each.key == key)
-        self._parts[key] = self.parts_of_sums(self._rank)[place]
+        self._parts[key] = parts[place]
 
     def _unpack(self) -> None:
         if self._latest is not None:
@@ -268,6 +278,8 @@ def _set(variable: Any, value: Array, key: Key) -> None:
             f"variable {key[0]!r} is {variable.dtype}{list(variable._shape)} here, and "
             f"{value.dtype}{list(value.shape)} on the other workers: all must run the same program."
         )
+    if isinstance(variable, SyncOnReadVariable) and variable.aggregation in _ADDED:
+        value = np.zeros_like(value)
     for cell in variable._cells:
         cell.apply(Write("assign", value))
 
