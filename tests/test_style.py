@@ -26,7 +26,7 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 BUDGETS = {
     "autodiff": 2842,
     "cluster": 663,
-    "collective": 4651,
+    "collective": 4654,
     "compat": 4010,
     "coordinator": 916,
     "data": 2779,
@@ -39,12 +39,12 @@ BUDGETS = {
     "parameter_server": 2143,
     "strategies": 2250,
     "task": 303,
-    "top level": 3131,
-    "transport": 2006,
+    "top level": 3132,
+    "transport": 2014,
     "variables": 1146,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 42519
+TESTS_BUDGET = 42520
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

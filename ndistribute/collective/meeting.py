@@ -54,7 +54,6 @@ _WATCH_SECONDS = 0.1  # Between two questions to a member that may have ended.
 _LOOK_SECONDS = 2.0  # Between two looks for a running job, of a worker that starts.
 _SUSPECT_SECONDS = 5.0  # Without an answer, of a member that the failure detector calls silent.
 _GRACE_SECONDS = 2.0  # For the coordinator's word on who is missing.
-_WAIT_SECONDS = 0.5  # Between two looks of a newcomer for the next loop.
 _OVER_SECONDS = 20.0  # Without an answer of any member, until a newcomer gives up.
 
 
@@ -203,7 +202,7 @@ class Meetings:
                 if status.loop > report.loop + (not status.admits):
                     raise LoopOver(f"the job of {self._task} is past loop {report.loop}.")
                 if status.loop > report.loop:  # Another loop may begin, or the job end.
-                    self._closing.wait(_WAIT_SECONDS)
+                    self._closing.wait(_LOOK_SECONDS / 4)
                     in_order, since = True, time.monotonic()
                     continue
                 reply = self._go_to(status.address, arrival, float("inf"))
@@ -226,7 +225,7 @@ class Meetings:
     def check(self, plan: RosterPlan) -> None:
         """Raise WorkerLostError if a member of a plan has ended before its group has formed."""
         for member in plan.roster.members:
-            if self._is_gone(member):
+            if self._is_gone(member) or self._runs:
                 raise errors.WorkerLostError(f"{member.task} was lost before the group formed.")
 
     def leave(self) -> None:
@@ -416,6 +415,12 @@ class Meetings:
         waited = time.monotonic() - self._begun
         decision = meeting.decide(waited, self._admits, secrets.token_hex(8))
         if isinstance(decision, RosterPlan):
+            # A process that was stopped reads what others sent before they went elsewhere.
+            for name, (peer, *_) in list(self._peers.items()):
+                if not peer.is_waiting:
+                    meeting.depart(name)
+                    decision = "workers that have gone elsewhere"
+        if isinstance(decision, RosterPlan):
             for name in decision.roster.instances:
                 self._send(name, decision)
         return decision
@@ -451,14 +456,14 @@ class Meetings:
             ended = member.machine != self.member.machine and _refuses(member.address)
         else:
             ended = status.instance != member.instance or status.number < 0
-            later = any(roster.number < status.number for roster in last)
+            later = any(roster.number <= status.number for roster in last)
             self._runs |= later and self.member.instance not in status.members
         if ended:
             self._lose(member.instance)
         return status is not None
 
     def _watch(self, members: Sequence[Member], formed: threading.Event) -> None:
-        """Find out which members on other machines end before their group has formed."""
+        """Find out which members end or go on elsewhere before their group has formed."""
         while not formed.wait(_WATCH_SECONDS):
             for member in members:
                 self._seek(member)
@@ -501,9 +506,8 @@ class Meetings:
             self._established, self._accepted = plan.established, (*plan.accepted, roster)
             self._formed.set()
             self._formed = threading.Event()
-        away = [each for each in roster.members if each.machine != self.member.machine]
-        if away:
-            self._run(self._watch, away, self._formed)
+        others = [each for each in roster.members if each != self.member]
+        self._run(self._watch, others, self._formed)
         rank = roster.instances.index(self.member.instance)
         place = rank, len(addresses), addresses[0], addresses[rank], listener, self._credentials
         # The number of the group is equal on all, and different in each plan.

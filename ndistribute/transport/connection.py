@@ -180,6 +180,13 @@ class Connection:
         return self._lost is None
 
     @property
+    def is_left(self) -> bool:
+        """Return True if the peer has closed its end, even if not all that it sent was read."""
+        poll = select.poll()
+        poll.register(self._sock.fileno(), select.POLLRDHUP)
+        return bool(poll.poll(0))
+
+    @property
     def is_broken(self) -> bool:
         """Return True once the connection has ended without a good-bye."""
         return self._lost is not None and not self._lost[1]

@@ -448,6 +448,11 @@ class Peer:
         return self._connection.is_open
 
     @property
+    def is_waiting(self) -> bool:
+        """Return True if the client has not closed its end of the connection."""
+        return self.is_open and not self._connection.is_left
+
+    @property
     def patience(self) -> float:
         """Return how long a client that was cut off may take to come back; 0 if it has died."""
         return self._connection.peer.patience if self._connection.was_cut else 0.0
