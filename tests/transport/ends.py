@@ -27,7 +27,7 @@ from ndistribute.transport.connection import Connection
 from ndistribute.transport.handshake import Accepted, Hello, authenticate
 from ndistribute.transport.rpc import Client, RpcServer
 from ndistribute.transport.secret import Credentials, TlsFiles, tls_context
-from tests.processes import ROOT
+from tests.processes import ROOT, wait_until
 
 SECONDS = 40.0
 CREDENTIALS = Credentials(b"a secret of the job", "a job")
@@ -272,7 +272,11 @@ class Child:
         return self._process.stdout.readline().rstrip("\n")
 
     def signal(self, number: int) -> None:
+        """Send a signal; if it is SIGSTOP, return once all threads have stopped."""
         self._process.send_signal(number)
+        tasks = Path(f"/proc/{self._process.pid}/task")
+        if number == signal.SIGSTOP:
+            wait_until(lambda: {_state(each) for each in tasks.iterdir()} == {"T"})
 
     def __enter__(self) -> Child:
         return self
@@ -292,6 +296,11 @@ def _serve_lines() -> None:
             print("done", flush=True)
         except Exception as error:
             print(f"{type(error).__name__}: {error}", flush=True)
+
+
+def _state(task: Path) -> str:
+    """Return the state of a thread, such as T of one that is stopped."""
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 if __name__ == "__main__":
