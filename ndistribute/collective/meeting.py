@@ -533,13 +533,13 @@ class Meetings:
         for address in addresses:
             self._run(lambda place: replies.put(self._ask_at(place, request)), address)
         for _ in addresses:
-            yield replies.get()
+            with contextlib.suppress(queue.Empty):  # To look up a name may take longer.
+                yield replies.get(timeout=2 * _REACH_SECONDS)
 
     def _ask_at(self, address: str, request: Record) -> JobStatus | None:
-        try:
+        with contextlib.suppress(OSError, errors.DistributeError):  # Such as an unknown name.
             return self._clients[address].call(request)  # type: ignore[no-any-return]
-        except errors.DistributeError:
-            return None
+        return None
 
     def _run(self, work: Callable[..., None], *args: object) -> None:
         name = f"ndistribute meeting {self._task}"
