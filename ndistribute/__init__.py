@@ -8,6 +8,7 @@ from ndistribute import cluster as cluster
 from ndistribute import errors as errors
 from ndistribute import models as models
 from ndistribute import optimizers as optimizers
+from ndistribute import summaries as summary  # noqa: F401
 from ndistribute import tracebacks
 from ndistribute.autodiff import GradientTape as GradientTape
 from ndistribute.autodiff import custom_gradient as custom_gradient
@@ -126,6 +127,6 @@ _export(vars(cluster))
 _export(
     vars(),
     "__version__ callbacks cluster device errors estimator graph layers losses metrics models "
-    "optimizers partitioners",
+    "optimizers partitioners summary",
 )
 tracebacks.install()

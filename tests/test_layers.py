@@ -44,7 +44,7 @@ LAYERS = (
         "version",
     },
     {"cluster", "context"},
-    {"transport"},
+    {"summaries", "transport"},
     {"task"},
     {"collective", "parameter_server", "launcher"},
     {"variables", "data", "autodiff"},

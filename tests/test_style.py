@@ -27,24 +27,24 @@ BUDGETS = {
     "autodiff": 2842,
     "cluster": 663,
     "collective": 4654,
-    "compat": 4010,
+    "compat": 3931,
     "coordinator": 916,
     "data": 2779,
     "estimator": 1470,
     "graph": 4703,
     "jit": 1652,
-    "launcher": 1827,
-    "models": 7303,
+    "launcher": 1833,
+    "models": 7348,
     "optimizers": 1025,
     "parameter_server": 2143,
     "strategies": 2250,
     "task": 303,
-    "top level": 3132,
+    "top level": 3215,
     "transport": 2014,
     "variables": 1146,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 42525
+TESTS_BUDGET = 42587
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -321,7 +321,7 @@ ADAPTERS: dict[str, Any] = {
     "asserting": tensor_functions.asserting,
     "binary": lambda operation: unary(signatures.binary(operation), 0),
     "by_communication": by_communication,
-    "callback": lambda kind: subclass(kind, "verbose", "write_graph", "profile_batch"),
+    "callback": lambda kind: subclass(kind, "verbose", "profile_batch"),
     "counted": signatures.counted,
     "dtype": np.dtype,
     "eagerly": minimizing,

@@ -204,7 +204,7 @@ TF2 = """
     stateless_split=split
 [saved_model] .compat.adapters: save=save_model  .compat.keras_objects: load=load_model
     .compat.configuration: LoadOptions=FileOptions SaveOptions=FileOptions
-[summary] .compat.summaries: SummaryWriter=SummaryFile create_file_writer=SummaryFile flush
+[summary] .summaries: SummaryWriter=SummaryFile create_file_writer=SummaryFile flush
     histogram image record_if scalar should_record_summaries text
 [train] ndistribute: CheckpointManager ClusterSpec  .compat.adapters: Checkpoint
     .compat.configuration: CheckpointOptions=FileOptions  .models: list_variables load_checkpoint

@@ -74,14 +74,7 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
     _open_standard_streams()
     _check_limits(max(options.processes, options.max_workers or 0) + options.spares)
     mpi = commands.find_mpiexec() if options.mpi else None
-    # Processes under MPI need no secret, and mpiexec would send it unencrypted.
-    dropped = (*_OURS, _SECRET) if mpi else _OURS
-    environ = {name: value for name, value in os.environ.items() if name not in dropped}
-    environ[JOB_ID] = job_environment(environ)[JOB_ID]
-    if options.min_workers:  # A worker that is started again needs the secret of the others.
-        environ |= job_environment(environ)
-    if not options.verbose:
-        environ.setdefault(tracebacks.VARIABLE, tracebacks.SHORT)
+    environ = _environment(options, stderr)
     deadline = None if options.timeout is None else time.monotonic() + options.timeout
     # Otherwise one failed worker stops all, so the whole job restarts.
     single = options.servers or options.min_workers
@@ -167,6 +160,22 @@ def _places(options: JobOptions) -> list[tuple[str, int, Host | None, str]]:
         other = None if is_here else Host(host, slots[host])
         places.append(("worker", index, other, f"{name}:{port}"))
     return places
+
+
+def _environment(options: JobOptions, stderr: int) -> dict[str, str]:
+    """Return the environment of the processes of this machine."""
+    # Processes under MPI need no secret, and mpiexec would send it unencrypted.
+    dropped = (*_OURS, _SECRET) if options.mpi else _OURS
+    environ = {name: value for name, value in os.environ.items() if name not in dropped}
+    environ[JOB_ID] = job_environment(environ)[JOB_ID]
+    if options.min_workers:  # A worker that is started again needs the secret of the others.
+        environ |= job_environment(environ)
+    if not options.verbose:
+        environ.setdefault(tracebacks.VARIABLE, tracebacks.SHORT)
+    if os.isatty(stderr) and (columns := os.get_terminal_size(stderr).columns):
+        labels = len(f"[{'worker:' if options.servers else ''}{options.processes}] ")
+        environ.setdefault("NDISTRIBUTE_COLUMNS", str(max(columns - labels, 1)))
+    return environ
 
 
 def _tasks(

@@ -6,6 +6,7 @@ graph knows nothing of training.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -91,16 +92,33 @@ class CallGraph:
 
     def rows(self) -> Iterator[tuple[str, str, str, str]]:
         """Yield for each layer or function its name, shapes, number of parameters and sources."""
+        for calls, kind in self._grouped():
+            first = calls[0]
+            count = first.function.count_params() if _is_layer(first) else 0
+            sources = {value.name: None for call in calls for value in call.inputs}
+            shapes = str(shapes_of(first.outputs))
+            yield f"{first.name} ({kind})", shapes, f"{count:,}", ", ".join(sources) or "-"
+
+    def nodes(self) -> Iterator[tuple[str, str, list[str], str]]:
+        """Yield for each layer or function its name, kind, sources and "", as for event files."""
+        names, counts = dict[int, str](), Counter[str]()
+        for (first, *_), _ in self._grouped():
+            number = counts[first.name]
+            names[_identity(first)] = f"{first.name}_{number}" if number else first.name
+            counts[first.name] += 1
+        for calls, kind in self._grouped():
+            before = (self._sources.get(v, v.call) for call in calls for v in call.inputs)
+            sources = dict.fromkeys(names[_identity(source)] for source in before)
+            yield names[_identity(calls[0])], kind, list(sources), ""
+
+    def _grouped(self) -> Iterator[tuple[list[RecordedCall], str]]:
+        """Yield the calls of each layer or function, and its kind."""
         groups: dict[int, list[RecordedCall]] = {}
         for call in self.calls:
             groups.setdefault(_identity(call), []).append(call)
-        for first, *others in groups.values():
-            is_layer = _is_layer(first)
-            kind = type(first.function).__name__ if is_layer else "function"
-            count = first.function.count_params() if is_layer else 0
-            sources = {value.name: None for call in (first, *others) for value in call.inputs}
-            shapes = str(shapes_of(first.outputs))
-            yield f"{first.name} ({kind})", shapes, f"{count:,}", ", ".join(sources) or "-"
+        for calls in groups.values():
+            is_layer = _is_layer(calls[0])
+            yield calls, type(calls[0].function).__name__ if is_layer else "function"
 
     def _ordered(self) -> list[RecordedCall]:
         """Return the calls by their distance from the outputs, as Keras lists layers."""

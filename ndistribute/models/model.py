@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +257,19 @@ class Model(Trainer):
         room = max(_LEAST, _WIDTH - 4 - sum(max(len(row[k]) for row in rows) for k in (0, 2)))
         return [line for row in rows for line in _wrapped(*row, room)]
 
+    def nodes(self) -> Iterator[tuple[str, str, Sequence[str], str]]:
+        """Yield for each layer its name, its class, the names of its sources, and "", for a graph.
+
+        Only functional models and `Sequential` know the sources of a layer before they are called.
+        """
+        if self._graph is not None:
+            yield from self._graph.nodes()
+            return
+        before: list[str] = []
+        for layer in self._parts():
+            yield layer.name, type(layer).__name__, before, ""
+            before = [layer.name] if isinstance(self, Sequential) else []
+
     def _parts(self) -> list[Layer]:
         """Return the layers that the model itself holds, also in lists and dicts, each once."""
         parts = {id(held): held for _, held in self._own() if isinstance(held, Layer)}
@@ -364,6 +377,19 @@ class Sequential(Model):
         """Return the layers, after the input if its shape is known, and the name."""
         starts = [value.call.function for value in self._values[:1]]
         return {"layers": [*starts, *self.layers], "name": self.name}
+
+    def nodes(self) -> Iterator[tuple[str, str, Sequence[str], str]]:
+        """Yield for each layer its name, its class, the names of its sources, and "", for a graph.
+
+        Only functional models and `Sequential` know the sources of a layer before they are called.
+        """
+        if self._graph is not None:
+            yield from self._graph.nodes()
+            return
+        before: list[str] = []
+        for layer in self._parts():
+            yield layer.name, type(layer).__name__, before, ""
+            before = [layer.name] if isinstance(self, Sequential) else []
 
     def _parts(self) -> list[Layer]:
         return self.layers

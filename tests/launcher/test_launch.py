@@ -1,8 +1,13 @@
 """`ndistribute run` on this machine: real processes that print, raise, hang and are killed."""
 
+import fcntl
 import os
+import pty
 import signal
+import struct
+import subprocess
 import sys
+import termios
 
 import pytest
 
@@ -256,3 +261,16 @@ def test_a_dry_run_starts_nothing_and_shows_no_secret():
     assert '"index": 1' in second
     assert secret not in done.stdout
     assert done.returncode == 0
+
+
+def test_workers_know_the_width_of_the_terminal_beside_their_labels(script):
+    path = script("print(os.environ.get('NDISTRIBUTE_COLUMNS'))")
+    here, there = pty.openpty()
+    fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    words = [sys.executable, "-m", "ndistribute", "run", "-n", "2", path]
+    try:
+        done = subprocess.run(words, stderr=there, stdout=-1, text=True, timeout=60, check=True)
+    finally:
+        os.close(here)
+        os.close(there)
+    assert sorted(done.stdout.splitlines()) == ["[0] 76", "[1] 76"]

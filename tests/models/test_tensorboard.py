@@ -1,5 +1,6 @@
 """What TensorBoard is shown: a reader of event files of our own finds what was written."""
 
+import contextlib
 import os
 import struct
 import subprocess
@@ -61,6 +62,8 @@ def events(folder: Path) -> list[tuple[int, dict[str, dict[int, list[Any]]]]]:
         event = fields(content)
         if 3 in event:
             assert event[3] == [b"brain.Event:2"]
+            continue
+        if 4 in event:  # A graph.
             continue
         values = [fields(value) for value in fields(event[5][0])[1]]
         found.append((event[2][0], {value[1][0].decode(): value for value in values}))
@@ -124,20 +127,20 @@ def test_variables_are_shown_as_histograms_and_images(tmp_path):
     board = callbacks.TensorBoard(tmp_path, histogram_freq=2, write_images=True)
     model = model_of()
     model.fit(X, Y, 8, 3, 0, callbacks=[board])
-    found = {}
+    name, found = model.layers[0].name, {}
     for step, values in events(tmp_path / "train"):
         found |= {(tag, step): value for tag, value in values.items()}
-    steps = {step for tag, step in found if tag == "layers/0/kernel/histogram"}
+    steps = {step for tag, step in found if tag == f"{name}/kernel/histogram"}
     assert steps == {0, 2}
     kernel = model.get_weights()[0]
-    numbers = fields(found["layers/0/kernel/histogram", 2][5][0])
+    numbers = fields(found[f"{name}/kernel/histogram", 2][5][0])
     assert [numbers[field][0] for field in range(1, 6)] == pytest.approx(
         [kernel.min(), kernel.max(), kernel.size, kernel.sum(), (kernel**2).sum()]
     )
     limits, counts = (np.frombuffer(numbers[field][0]) for field in (6, 7))
     assert counts.sum() == kernel.size
     assert limits[-1] == kernel.max()
-    image = fields(found["layers/0/kernel/image/0", 2][4][0])
+    image = fields(found[f"{name}/kernel/image/0", 2][4][0])
     assert [image[field] for field in (1, 2, 3)] == [[2], [1], [1]]
     assert image[4][0].startswith(b"\x89PNG")
     assert not any("bias/image" in tag for tag, _ in found)
@@ -178,6 +181,52 @@ def test_values_that_hardly_differ_have_a_histogram(tmp_path):
     assert [one.sum() for one in counts] == [2.0, 2.0]
 
 
+def nodes_of(folder):
+    """Return the nodes of a graph by name, as fields, from the second record of a file."""
+    data = next(folder.iterdir()).read_bytes()
+    size = struct.unpack_from("<Q", data)[0]
+    after = struct.unpack_from("<Q", data, size + 16)[0]
+    event = fields(data[size + 28 : size + 28 + after])
+    return {node[1][0].decode(): node for node in map(fields, fields(event[4][0])[1])}
+
+
+def test_the_graph_of_a_model_is_shown(tmp_path):
+    x = layers.Input((2,), name="x")
+    shared = layers.Dense(2, name="shared")
+    first = layers.Dense(2, name="first")(shared(x))
+    functional = nd.Model(x, layers.Dense(1, name="last")(shared(first) + x + first))
+    functional.compile("sgd", "mse")
+    functional.fit(X, Y, 8, 1, 0, callbacks=[callbacks.TensorBoard(tmp_path / "functional")])
+    found = nodes_of(tmp_path / "functional" / "train")
+    sources = {name: [s.decode() for s in node.get(3, [])] for name, node in found.items()}
+    assert sources == {
+        "x": [],
+        "shared": ["x", "first"],
+        "first": ["shared"],
+        "add": ["shared", "x"],
+        "add_1": ["add", "first"],
+        "last": ["add_1"],
+    }
+    assert found["shared"][2] == [b"Dense"]
+    model = model_of()
+    model.add(layers.Dense(1, name="more"))
+    assert [sources for _, _, sources, _ in model.nodes()] == [[], [model.layers[0].name]]
+    board = callbacks.TensorBoard(tmp_path / "none", write_graph=False)
+    model.fit(X, Y, 8, 1, 0, callbacks=[board])
+    assert b"more" not in next((tmp_path / "none" / "train").iterdir()).read_bytes()
+
+
+def test_a_loop_writes_scalars_text_and_images(tmp_path):
+    with nd.summary.create_file_writer(tmp_path) as writer, writer.as_default():
+        with contextlib.closing(nd.MirroredStrategy(["cpu:0", "cpu:1"])) as strategy:
+            strategy.run(lambda: nd.summary.scalar("loss", 0.5, step=3))  # The first replica alone.
+        nd.summary.text("note", "begun", step=0)
+        nd.summary.image("digits", np.zeros((1, 4, 4, 1)), step=0)
+    assert not nd.summary.scalar("loss", 0.5, step=4)  # There is no writer.
+    found = [(step, *values) for step, values in events(tmp_path)]
+    assert found == [(3, "loss"), (0, "note"), (0, "digits/image/0")]
+
+
 def test_a_graph_is_shown(tmp_path):
     with nd.graph.Graph().as_default() as graph:
         x = nd.graph.constant(1.0, name="x")
@@ -185,13 +234,10 @@ def test_a_graph_is_shown(tmp_path):
             nd.graph.identity(np.split(nd.graph.constant(np.ones(2)), 2)[1], name="y")
     with nd.graph.summary.FileWriter(tmp_path, graph):
         pass
-    data = next(tmp_path.iterdir()).read_bytes()
-    size = struct.unpack_from("<Q", data)[0]
-    event = fields(data[size + 28 : -4])
-    nodes = {node[1][0]: node for node in map(fields, fields(event[4][0])[1])}
-    assert nodes[b"x"] == {1: [b"x"], 2: [b"constant"], 4: [b""]}
-    assert nodes[b"y"][3] == [b"split:1", b"^x"]
-    assert nodes[b"y"][4] == [b"/device:CPU:0"]
+    nodes = nodes_of(tmp_path)
+    assert nodes["x"] == {1: [b"x"], 2: [b"constant"], 4: [b""]}
+    assert nodes["y"][3] == [b"split:1", b"^x"]
+    assert nodes["y"][4] == [b"/device:CPU:0"]
 
 
 TRACED = """

@@ -1,9 +1,9 @@
 # Written by tests/compat/name_stubs.py from the tables of names.
 from typing import Any
 
-from ndistribute.compat.summaries import SummaryFile as _SummaryWriter
+from ndistribute.summaries import SummaryFile as _SummaryWriter
 SummaryWriter = _SummaryWriter
-from ndistribute.compat.summaries import SummaryFile as _create_file_writer
+from ndistribute.summaries import SummaryFile as _create_file_writer
 create_file_writer = _create_file_writer
 flush: Any
 histogram: Any

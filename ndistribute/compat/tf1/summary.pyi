@@ -5,7 +5,7 @@ from ndistribute.graph.summary import FileWriter as _FileWriter
 FileWriter = _FileWriter
 from ndistribute.graph.summary import FileWriter as _SummaryWriter
 SummaryWriter = _SummaryWriter
-from ndistribute.compat.summaries import SummaryFile as _create_file_writer
+from ndistribute.summaries import SummaryFile as _create_file_writer
 create_file_writer = _create_file_writer
 flush: Any
 histogram: Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import shutil
 import sys
 import time
@@ -243,7 +244,7 @@ class ProgbarLogger(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Close the bar with the metrics of the epoch, or write a line."""
-        took = f"{time.monotonic() - self._began:.1f} s"
+        took = _duration(time.monotonic() - self._began)
         if self._bar is not None:
             bar = self._bar
             bar.bar_format = _format(took, bar.total, logs)
@@ -260,9 +261,10 @@ class ProgbarLogger(Callback):
         self._close()
 
     def show_line(self, logs: Logs, prefix: str = "") -> None:
-        """Write a line of metrics."""
+        """Write a line of metrics, or lines as wide as the terminal of the launcher is."""
         if self.verbose:
-            sys.stderr.write(f"{prefix}{_shown(logs)}\n")
+            columns = int(os.environ.get("NDISTRIBUTE_COLUMNS") or sys.maxsize)
+            sys.stderr.write(f"{_wrapped(prefix + _shown(logs), columns)}\n")
             sys.stderr.flush()
 
     def _close(self) -> None:
@@ -275,17 +277,31 @@ def _shown(logs: Logs) -> str:
     return " - ".join(f"{name}: {_number(float(np.mean(v)))}" for name, v in logs.items())
 
 
+def _duration(seconds: float) -> str:
+    """Return the time that an epoch took.
+
+    >>> _duration(0.0123), _duration(0.05), _duration(75.02)
+    ('12 ms', '0.1 s', '75.0 s')
+    """
+    return f"{seconds * 1e3:.0f} ms" if seconds < 0.05 else f"{seconds:.1f} s"
+
+
 def _wrapped(text: str, columns: int) -> str:
     """Return a text in lines of a terminal's width, which end between metrics.
 
-    >>> print(_wrapped("Epoch 1/4 - loss: 1.2756 - accuracy: 0.6311", 30))
-    Epoch 1/4 - loss: 1.2756
-        - accuracy: 0.6311
+    The metrics of a validation begin a line if not all of the text fits in one.
+
+    >>> print(_wrapped("Epoch 1/4 - loss: 1.28 - mae: 0.6311 - val_loss: 1.3 - val_mae: 0.7", 40))
+    Epoch 1/4 - loss: 1.28 - mae: 0.6311
+        - val_loss: 1.3 - val_mae: 0.7
     """
-    lines = [""]
+    if len(text) <= columns:
+        return text
+    lines, validates = [""], False
     for part in text.split(" - "):
+        begins, validates = not validates and part.startswith("val_"), part.startswith("val_")
         joined = f"{lines[-1]} - {part}" if lines[-1] else part
-        if len(joined) > columns and lines[-1]:
+        if lines[-1] and (begins or len(joined) > columns):
             lines.append(f"    - {part}")
         else:
             lines[-1] = joined

@@ -14,6 +14,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -421,11 +422,13 @@ class TensorBoard(Callback):
     The folders and names are those of Keras: `train` and `validation`, with ``epoch_loss`` and so
     on, ``epoch_learning_rate``, and ``batch_loss`` by step. If tracing is enabled (see
     `ndistribute.timeline`), ``step_ms/compute`` and so on are the milliseconds that the threads of
-    the chief's process spent in a step, on average over an epoch.
+    the chief's process spent in a step, on average over an epoch. Histograms and images have the
+    names of layers: ``dense/kernel/histogram``.
 
     Args:
         log_dir: the directory.
         histogram_freq: after how many epochs to write histograms of the variables; 0: never.
+        write_graph: whether to write the layers, and which ones take what others give, as a graph.
         write_images: whether to write, as often, the variables with two axes or more as images.
         update_freq: ``"epoch"``, ``"batch"``, or after how many steps to write the metrics so far.
         embeddings_freq: 0, as embeddings are not written.
@@ -435,6 +438,7 @@ class TensorBoard(Callback):
         self,
         log_dir: str | os.PathLike[str] = "logs",
         histogram_freq: int = 0,
+        write_graph: bool = True,
         write_images: bool = False,
         update_freq: str | int = "epoch",
         embeddings_freq: int = 0,
@@ -448,11 +452,16 @@ class TensorBoard(Callback):
             raise ValueError(f"histogram_freq must be 0 or more, got {histogram_freq}.")
         self.log_dir = os.fspath(log_dir)
         self._histograms = histogram_freq
-        self._images = write_images
+        self._graph, self._images = write_graph, write_images
         self._every = 1 if update_freq == "batch" else steps_of(update_freq, "update_freq")
         self._files: dict[str, EventFile] = {}
         self._spans: dict[str, float] = {}
         self._made = 0  # Steps, when the epoch began.
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Write the graph."""
+        if self._graph and self.model.strategy.is_chief:
+            self._file("train").graph(self.model.nodes())
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Start the clock."""
@@ -497,7 +506,10 @@ class TensorBoard(Callback):
         return {f"step_ms/{name}": seconds[name] * 1000 / steps for name in seconds if steps}
 
     def _variables(self, epoch: int) -> None:
-        for name, variable in self.model.named_variables().items():
+        named = self.model.named_variables()
+        counts = Counter(variable.name for variable in named.values())
+        for path, variable in named.items():
+            name = variable.name if counts[variable.name] == 1 else path
             value = variable.numpy()  # All workers read it, as some kinds are reduced.
             if not self.model.strategy.is_chief:
                 continue

@@ -1,4 +1,16 @@
-"""`tf.summary` of TensorFlow 2: what a program writes for TensorBoard, while it runs."""
+"""What a loop of a program writes for TensorBoard: `ndistribute.summary`, as `tf.summary`.
+
+Of the replicas, the first one writes. Outside replicas each worker writes to its own file: pass the
+chief alone a writer, or each worker a folder.
+
+>>> import tempfile
+>>> with tempfile.TemporaryDirectory() as folder:
+...     with create_file_writer(folder) as writer, writer.as_default():
+...         for step in range(3):
+...             written = scalar("loss", 1 / (1 + step), step=step)
+>>> written
+True
+"""
 
 from __future__ import annotations
 
@@ -14,6 +26,7 @@ import numpy as np
 from ndistribute import event_files
 from ndistribute.context import get_replica_context
 from ndistribute.event_files import EventFile
+from ndistribute.exports import export as _export
 from ndistribute.mistakes import accepting
 
 
@@ -29,7 +42,11 @@ _defaults = _Defaults()
 
 
 class SummaryFile(EventFile):
-    """Writes summaries to a folder; `create_file_writer` returns it."""
+    """Writes summaries to a new file in a folder; `create_file_writer` returns it.
+
+    Args:
+        logdir: the folder; created if it is missing.
+    """
 
     @accepting("filename_suffix", "flush_millis", "max_queue", "name")
     def __init__(self, logdir: str | os.PathLike[str]) -> None:
@@ -56,6 +73,9 @@ class SummaryFile(EventFile):
         """Do nothing: the file exists."""
 
     flush = init
+
+
+create_file_writer = SummaryFile
 
 
 def should_record_summaries() -> bool:
@@ -125,3 +145,6 @@ def image(name: str, data: Any, max_outputs: int = 3) -> bytes:
         pixels = (np.clip(pixels, 0, 1) * 255 + 0.5).astype(np.uint8)
     tags = [f"{name}/image/{k}" for k in range(len(pixels))]
     return b"".join(map(event_files.image, tags, pixels))
+
+
+_export(vars(), also="create_file_writer")
