@@ -23,7 +23,7 @@ WORKERS ?= 3
 # More arguments for pytest or the benchmarks, for example: make test ARGS='-k tape -x'
 ARGS ?=
 
-.PHONY: help demo test hosts-test lint docs bench gpu-test cupy cupy-check clean
+.PHONY: help demo test hosts-test lint docs bench package gpu-test cupy cupy-check clean
 
 help:
 	@echo 'make demo      fit a small convolutional network on two replicas'
@@ -32,6 +32,7 @@ help:
 	@echo 'make lint      ruff (rules and format) and mypy --strict'
 	@echo 'make docs      build the API reference: build/reference/index.html'
 	@echo 'make bench     measure; writes benchmarks/results'
+	@echo 'make package   build the wheel and the source archive in dist, and try both in new environments'
 	@echo 'make gpu-test  run the tests that need a GPU (CUDA=cuda12 or CUDA=cuda13)'
 	@echo 'make cupy-check  compare our calls with CuPy 13, CuPy 14 and NCCL; needs no GPU'
 	@echo 'make clean     remove .venv, caches and build products'
@@ -56,6 +57,17 @@ docs: $(VENV)/ready-docs
 
 bench: $(VENV)/ready-bench
 	$(PY) -m benchmarks.run_all --out benchmarks/results $(ARGS)
+
+# Each archive is installed alone, and a program that uses it is typed and run from another folder.
+package: $(VENV)/ready-test
+	rm -rf dist && $(PIP) build && $(PY) -m build --outdir dist . >/dev/null
+	for archive in dist/*.whl dist/*.tar.gz; do \
+	  $(PY) -m venv --clear $(VENV)/installed && \
+	  $(VENV)/installed/bin/python -m pip --disable-pip-version-check install --quiet $$archive mypy && \
+	  cp tests/installed_program.py $(VENV)/installed/ && (cd $(VENV)/installed && \
+	    bin/python -m mypy --strict installed_program.py && bin/python -I installed_program.py) \
+	    || exit 1; \
+	done
 
 gpu-test: $(VENV)/ready-test
 	$(PIP) --editable '.[$(CUDA)]'
