@@ -104,20 +104,27 @@ def train(strategy: nd.Strategy, epochs: int, seed: int) -> Any:
             f"distance to the nearest digit: {distance(made, images):.3f}, "
             f"before training {before:.3f}, of unseen digits {distance(others, images):.3f}"
         )
-    return made
+    return made, images[:DRAWN]
 
 
-def write_picture(images: Any, path: Path) -> None:
-    """Write images as a square, if matplotlib is installed."""
+def write_picture(generated: Any, real: Any, epochs: int, path: Path) -> None:
+    """Write generated and real images side by side, as squares, if matplotlib is installed."""
     try:
-        from matplotlib import image
+        from matplotlib.figure import Figure
     except ImportError:
         report("no picture: pip install matplotlib")
         return
-    side = int(len(images) ** 0.5)
-    cells = np.pad(images.reshape(side, side, 8, 8), [(0, 0), (0, 0), (1, 1), (1, 1)])
-    square = cells.transpose(0, 2, 1, 3).reshape(10 * side, 10 * side)
-    image.imsave(path, np.kron(square, np.ones((5, 5))), cmap="gray_r", vmin=0, vmax=1)
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    titles = f"generated, after {epochs} epochs", "real"
+    for axes, images, title in zip(figure.subplots(1, 2), (generated, real), titles, strict=True):
+        side = int(len(images) ** 0.5)
+        cells = np.pad(images.reshape(side, side, 8, 8), [(0, 0), (0, 0), (1, 1), (1, 1)])
+        square = cells.transpose(0, 2, 1, 3).reshape(10 * side, 10 * side)
+        axes.imshow(square, cmap="gray_r", vmin=0, vmax=1)
+        axes.set_title(title)
+        axes.axis("off")
+    figure.suptitle("Handwritten digits of 8 x 8 pixels")
+    figure.savefig(path, dpi=120)
     report(f"wrote {path}")
 
 
@@ -129,9 +136,9 @@ def main() -> None:
     if options.strategy == "parameter_server" and serves():
         return
     with make_strategy(options.strategy, options.replicas) as strategy:
-        images = train(strategy, options.epochs, options.seed)
+        generated, real = train(strategy, options.epochs, options.seed)
         if strategy.is_chief and options.picture:
-            write_picture(images, Path(options.picture))
+            write_picture(generated, real, options.epochs, Path(options.picture))
 
 
 if __name__ == "__main__":

@@ -25,19 +25,21 @@ from ndistribute import callbacks
 
 
 class Curve(callbacks.Callback):
-    """The loss of each epoch, and the replicas that reached it; a part of the backup."""
+    """The loss of each epoch, with the run and the replicas of it; a part of the backup."""
 
     def __init__(self) -> None:
-        self.points: list[tuple[int, float]] = []
+        self.points: list[tuple[int, int, float]] = []
+        self._run = 1
         self._has_begun = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that is saved with the model."""
-        return {"points": self.points}
+        return {"points": self.points, "run": self._run}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
-        self.points = [(int(replicas), loss) for replicas, loss in state["points"]]
+        self.points = [(int(run), int(count), loss) for run, count, loss in state["points"]]
+        self._run = int(state["run"]) + 1
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         """Say where the training starts, once the backup is restored."""
@@ -52,7 +54,7 @@ class Curve(callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float]) -> None:
         """Add a point."""
-        self.points.append((self.model.strategy.num_replicas_in_sync, logs["loss"]))
+        self.points.append((self._run, self.model.strategy.num_replicas_in_sync, logs["loss"]))
 
 
 class Kill(callbacks.Callback):
@@ -78,15 +80,15 @@ def train(strategy: nd.Strategy, options: Any) -> None:
     model.fit(images, labels, BATCH, options.epochs, callbacks=used)
     accuracy = model.evaluate(*test, verbose=0)[1]
     if strategy.is_chief:
-        for epoch, (replicas, loss) in enumerate(curve.points, 1):
-            report(f"epoch {epoch}: loss {loss:.6f} with {replicas} replica(s)")
+        for epoch, (run, replicas, loss) in enumerate(curve.points, 1):
+            report(f"epoch {epoch}: loss {loss:.6f} with {replicas} replica(s) in run {run}")
         report(f"test accuracy {accuracy:.4f}")
         if options.picture:
             write_plot(curve.points, Path(options.picture))
 
 
-def write_plot(points: list[tuple[int, float]], path: Path) -> None:
-    """Write the curve of the loss, in one colour for each number of replicas."""
+def write_plot(points: list[tuple[int, int, float]], path: Path) -> None:
+    """Write the curve of the loss, in one colour for each run of the program."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -94,11 +96,12 @@ def write_plot(points: list[tuple[int, float]], path: Path) -> None:
         return
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot(range(1, len(points) + 1), [loss for _, loss in points], color="lightgrey")
-    for count in dict(points):
-        chosen = [(k, loss) for k, (replicas, loss) in enumerate(points, 1) if replicas == count]
-        axes.plot(*zip(*chosen, strict=True), "o", label=f"{count} replica(s)")
-    axes.set(xlabel="epoch", ylabel="loss", yscale="log", title="Loss of one training")
+    axes.plot(range(1, len(points) + 1), [loss for _, _, loss in points], color="lightgrey")
+    for run, count in dict.fromkeys(point[:2] for point in points):
+        chosen = [(k, point[2]) for k, point in enumerate(points, 1) if point[0] == run]
+        axes.plot(*zip(*chosen, strict=True), "o", label=f"run {run}: {count} replica(s)")
+    title = "Loss of one training: each run goes on where the last was killed"
+    axes.set(xlabel="epoch", ylabel="loss", yscale="log", title=title)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend()
     figure.savefig(path, dpi=120)
