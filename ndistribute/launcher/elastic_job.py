@@ -24,7 +24,7 @@ from ndistribute.launcher.supervisor import PREEMPTED, Start, Task, TaskSupervis
 
 # How often a worker is started again if --max-restarts does not say.
 RESTARTS = 5
-# The same after ssh failed: a host may be away for some minutes, such as for a reboot.
+# The same in a row after ssh failed: a host may be away for some minutes, such as for a reboot.
 TRIES = 20
 # Seconds after SIGTERM in which a worker whose host was removed has to end its step.
 HANDOVER_SECONDS = 30.0
@@ -141,7 +141,7 @@ class ElasticSupervisor(TaskSupervisor):
 
     def _add(self, task: Task) -> None:
         self.console.say(f"{task.start.name} is added.")
-        task.restarts = task.quick = 0
+        task.restarts = task.quick = task.unreached = 0
         task.joins = True
         self._start_later(task, 0.0)
 
@@ -169,8 +169,8 @@ class ElasticSupervisor(TaskSupervisor):
             for other in self._tasks:
                 other.late |= other.joins and other.since > newest
             self._drop_waiting()
-        tries = TRIES if task.start.host is not None and task.code == 255 else self.restarts
-        left = tries - task.restarts if can_restart else 0
+        left = TRIES - task.unreached if task.is_away else self.restarts - task.restarts
+        left = left if can_restart else 0
         decided = supervisor.verdict(task, self._tasks, left, self.options.min_workers)
         if task.code and decided is Verdict.GO_ON:
             self._say_end(task, "the others go on.")
@@ -182,7 +182,8 @@ class ElasticSupervisor(TaskSupervisor):
         delay = supervisor.restart_delay(task.quick)
         task.quick += 1
         task.joins = True
-        task.restarts += task.code != PREEMPTED
+        task.unreached = task.unreached + 1 if task.is_away else 0
+        task.restarts += task.code != PREEMPTED and not task.is_away
         left = max(0, self.restarts - task.restarts)
         self._say_end(task, f"starting it again in {delay:g} s ({left} left).")
         self._start_later(task, delay)

@@ -215,10 +215,14 @@ def _listen(
 
     No other program can take a port, even while a task restarts, and connections wait meanwhile.
     """
-    for rank, (_, _, host, address) in enumerate(_places(options)):
-        if host is None and rank not in listeners:
-            place = "127.0.0.1:0" if options.is_local else address
-            listeners[rank] = opened.enter_context(listen(place))
+    with contextlib.ExitStack() as new:  # All or none.
+        added = {
+            rank: new.enter_context(listen("127.0.0.1:0" if options.is_local else address))
+            for rank, (_, _, host, address) in enumerate(_places(options))
+            if host is None and rank not in listeners
+        }
+        listeners.update(added)
+        opened.push(new.pop_all())
 
 
 def _elastic(

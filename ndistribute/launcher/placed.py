@@ -69,9 +69,11 @@ class PlacedTask:
     def __init__(self, find_host: Callable[[], str]) -> None:
         host = find_host()
         self._host = f"[{host}]" if ":" in host else host
-        # Kept open between restarts, so that no other process takes the port.
-        self._port = listen(f"{self._host}:0")
-        self._address = f"{self._host}:{self._port.getsockname()[1]}"
+        with listen(f"{self._host}:0") as free:
+            self._address = f"{self._host}:{free.getsockname()[1]}"
+        # Kept between restarts, so that no other process takes the port. Linux would give one up
+        # that it has chosen itself when the socket listens no longer.
+        self._port = listen(self._address)
 
     def address(self) -> str:
         """Return the address of the task; early connections wait for the task."""
@@ -86,8 +88,7 @@ class PlacedTask:
     ) -> None:
         """Start a script with arguments, or a pickled call for `main`; may be called again."""
         self._asked_to_end, self._elastic = False, elastic
-        if self._port.fileno() < 0:
-            self._port = listen(self._address)
+        self._port.listen()
         # Contains the call, and later the result.
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 (read when the task has ended)
         command = work
@@ -120,7 +121,7 @@ class PlacedTask:
         code = process.code()
         self._close()
         if self._elastic:  # The others learn by a refusal that it has ended.
-            self._port.close()
+            self._port.shutdown(socket.SHUT_RDWR)
         with self._file as file:
             file.seek(0)
             return b"", code, file.read()
@@ -153,8 +154,9 @@ def run_job(
     environ |= options.get("environ", {})
     environ[JOB_ID] = job_environment(environ)[JOB_ID]
     least = options.get("min_workers", 0)
-    if least and (num_ps or not 0 < least <= num_workers):
-        raise ValueError(f"min_workers={least} needs as many workers, and no servers.")
+    if "min_workers" in options and (num_ps or not 0 < least <= num_workers):
+        what = f"min_workers is from 1 to the number of workers, {num_workers}, without servers"
+        raise ValueError(f"{what}; got {least} and {num_ps=}.")
     most = options.get("max_restarts", RESTARTS if least else 0)
     again, alone = (0, most) if num_ps or least else (most, 0)
     console = Console(_InProgram(), _InProgram())

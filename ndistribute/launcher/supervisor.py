@@ -100,9 +100,15 @@ class Task:
     # Of a worker of an elastic job:
     since: float = 0.0  # The monotonic time of its last start.
     quick: int = 0  # Restarts in a row, each soon after a start.
+    unreached: int = 0  # Failures of ssh in a row, which are not its own.
     joins: bool = False  # It was started while the job was running.
     late: bool = False  # It may not have joined before the work was done.
     removed: bool = False  # Its host was removed.
+
+    @property
+    def is_away(self) -> bool:
+        """Whether ssh could not start it, or has lost it."""
+        return self.start.host is not None and self.code == 255
 
 
 def verdict(
