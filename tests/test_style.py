@@ -33,18 +33,18 @@ BUDGETS = {
     "estimator": 1470,
     "graph": 4703,
     "jit": 1652,
-    "launcher": 1837,
+    "launcher": 1802,
     "models": 7303,
     "optimizers": 1025,
-    "parameter_server": 2195,
+    "parameter_server": 2190,
     "strategies": 2263,
     "task": 303,
     "top level": 3134,
-    "transport": 2014,
+    "transport": 2016,
     "variables": 1146,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 42815
+TESTS_BUDGET = 42824
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -7,13 +7,9 @@ and joins by itself. Which workers there should be is a pure function of the hos
 from __future__ import annotations
 
 import contextlib
-import select
-import selectors
-import socket
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from ndistribute.launcher import supervisor
@@ -68,13 +64,6 @@ def replan(
     # A worker that comes back has its index and address again.
     stay += [known.index(place) for place in free if place in known]
     return stay, [place for place in free if place not in known]
-
-
-def refuse_waiting(ports: Sequence[socket.socket]) -> None:
-    """Close connections that were not accepted; the processes that should accept have ended."""
-    while waiting := select.select(ports, [], [], 0)[0]:
-        for port in waiting:
-            port.accept()[0].close()
 
 
 @dataclass(kw_only=True)
@@ -152,16 +141,9 @@ class ElasticSupervisor(TaskSupervisor):
         if task.joins:  # It may find the job only by the addresses of workers that were added.
             task.start = self.start_all(self.options)[self._tasks.index(task)]
         task.since = time.monotonic()
-        port = task.start.listener
-        if port is not None and port in self._selector.get_map():
-            self._selector.unregister(port)
-            refuse_waiting([port])
         super()._start(task)
 
     def _judge(self, task: Task, can_restart: bool) -> Verdict:
-        if (port := task.start.listener) is not None:
-            # Others that look for it learn at once that it does not run.
-            self._selector.register(port, selectors.EVENT_READ, partial(refuse_waiting, [port]))
         if task.removed and task.code == 0:  # It handed over; the work is not done.
             task.code = PREEMPTED
         if task.code == 0:

@@ -24,7 +24,7 @@ from typing import IO, cast
 from ndistribute.launcher import commands, reaper
 from ndistribute.launcher.commands import MPIEXEC, Host
 from ndistribute.launcher.output import Console, exit_text, is_loss_report
-from ndistribute.transport.listener import LISTEN_FD
+from ndistribute.transport.listener import LISTEN_FD, set_accepting
 
 # After a task that only reports the loss of another: the time for that other one's own report.
 _REPORT_SECONDS = 2.0
@@ -231,6 +231,8 @@ class TaskSupervisor:
                     running.beat()
 
     def _start(self, task: Task) -> None:
+        if task.start.listener is not None:
+            set_accepting(task.start.listener, True)
         task.running = self.begin(task.start)
         ended = partial(self._ended, task, task.running)
         self._selector.register(task.running.done, selectors.EVENT_READ, ended)
@@ -261,6 +263,9 @@ class TaskSupervisor:
                 self._selector.unregister(output[0])
                 self.console.feed(*output[1:], b"")
         running.close()
+        if task.start.listener is not None:
+            # Others that look for it learn at once that it does not run. The port stays ours.
+            set_accepting(task.start.listener, False)
         said = self.console.kept(task.start.label)
         task.reports_loss = bool(task.code) and is_loss_report(said)
         if self._outcome is not None:

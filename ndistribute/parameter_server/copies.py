@@ -26,7 +26,6 @@ from ndistribute.parameter_server.snapshot import restore, take
 from ndistribute.parameter_server.store_service import MISFIT, StoreService
 from ndistribute.task.server import SERVICES, ServedTask, TaskService
 from ndistribute.transport.failure_detector import silence_seconds
-from ndistribute.transport.reach import unix_refused
 from ndistribute.transport.rpc import Client, RpcServer
 from ndistribute.transport.secret import credentials_of
 
@@ -154,7 +153,6 @@ class ShardCopy(StoreService):
         self._promised = 0.0  # and when it last answered so itself.
         self._suspects = self._refused = False
         self._mute_until = 0.0  # The next time to tell the witness.
-        self._is_local = False  # Whether the other copy has a Unix socket here.
         self._sending = threading.Lock()
         self._single: Any = task.services.get("ps")  # Of this server, for one copy.
         self._refusal = ""  # The reason why it does not even begin.
@@ -399,10 +397,7 @@ class ShardCopy(StoreService):
             self._mute_until = 2 * time.monotonic() - now
         if mine.role == "joins" and now < self._filled + _REFILL_SECONDS:
             return  # The other copy sends what is missing.
-        # A launcher may hold the port of a process that has ended, but not its Unix socket.
-        dead = not other.role and (
-            self._refused or (self._is_local and unix_refused(self._other.address))
-        )
+        dead = not other.role and self._refused
         step = next_step(mine, other, self._copy, dead=dead, silent=self._is_silent())
         if votes := step == "vote":
             step = "wait" if self._keeps_word() else self._elect(mine, other)
@@ -447,7 +442,6 @@ class ShardCopy(StoreService):
         if not isinstance(reply, m.Beat):
             call.cancel()
             return m.Beat()
-        self._is_local = call.connection.is_unix
         fills = reply.role == "joins" and not beat.whole
         if fills or (reply.epoch == beat.epoch and reply.role in ("follows", "leads")):
             self._heard = max(self._heard, sent)

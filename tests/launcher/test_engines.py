@@ -20,6 +20,7 @@ import pytest
 from ndistribute.errors import MissingDependencyError
 from ndistribute.launcher import dask, ray
 from ndistribute.launcher.placed import PlacedTask, run_job
+from ndistribute.transport.listener import set_accepting
 from tests.jobs.launched import environment, lasting
 from tests.processes import python_says
 
@@ -237,14 +238,14 @@ def test_the_port_of_a_task_stays_its_own_while_it_does_not_run(tmp_path):
     with placed._port:
         for _ in range(2):
             socket.create_connection((host, port)).close()  # It waits for the task.
-            placed.start([str(script)], {}, 3.0, elastic=True)
+            placed.start([str(script)], {}, 3.0)
             while placed.follow(False)[1] is None:
                 pass
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection((host, port))
-            with socket.socket() as other, pytest.raises(OSError, match="already in use"):
-                other.bind((host, int(port)))
-            placed._port.listen()
+            with pytest.raises(OSError, match="already in use"):
+                socket.create_server((host, int(port)))
+            set_accepting(placed._port, True)
 
 
 @pytest.mark.parametrize("engine", MODULES)

@@ -70,7 +70,7 @@ class Node:
 class Line:
     """The client of one process for another; a request may arrive when nobody waits for it."""
 
-    title, address, is_unix = "the other copy", "b:1", False
+    title = "the other copy"
 
     def __init__(self, here, there):
         self.here, self.there = here, there
@@ -87,8 +87,6 @@ class Line:
 
 class Exchange:
     """A request, and its reply."""
-
-    connection = Line
 
     def __init__(self, here, there, request):
         if here.is_dead:
