@@ -287,7 +287,7 @@ class ShardCopy(StoreService):
             self._news.notify_all()
 
     def _answer(self, request: m.Beat) -> m.Beat:
-        with self._news:
+        with self._news:  # Whether this copy leads is decided under it as well.
             mine, same = self._said, bool(request.role) and request.epoch == self._said.epoch
             if same and mine.role == "leads" and self._is_silent():
                 return m.Beat()  # It may go alone soon, and promises nothing.

@@ -30,7 +30,7 @@ _CLOSE_SECONDS = 600.0
 _LOG_BYTES = 1 << 30  # A longer log triggers a snapshot.
 MISFIT = (
     "{} is of a strategy with replicas={}, and this strategy has replicas={}, which would start "
-    "from initial values: pass the same replicas, or name another snapshot directory."
+    "from initial values: pass the same replicas, move the snapshots away, or name another folder."
 )
 _log = logging.getLogger("ndistribute")
 
