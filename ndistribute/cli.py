@@ -98,6 +98,7 @@ def job_options(options: argparse.Namespace) -> JobOptions:
         "servers": options.servers or 0,
         "min_workers": (options.min_workers or 1) if options.elastic else 0,
         "hosts_file": options.hostfile if options.elastic else None,
+        "spares": options.spares or 0,
     }
     return JobOptions(**{field.name: values[field.name] for field in fields(JobOptions)})
 
@@ -136,9 +137,12 @@ def _check_servers(options: argparse.Namespace) -> None:
 
 def _check_elastic(options: argparse.Namespace) -> None:
     """Raise ValueError if options contradict ``--elastic``, or need it."""
-    if not options.elastic and (options.min_workers or options.max_workers or options.spares):
-        what = "--min-workers, --max-workers and --spares are for jobs whose workers come and go:"
-        raise ValueError(f"{what} add --elastic.")
+    for name, least in {"--min-workers": 1, "--max-workers": 1, "--spares": 0}.items():
+        value = getattr(options, name.strip("-").replace("-", "_"))
+        if value is not None and not options.elastic:
+            raise ValueError(f"{name} is for jobs whose workers come and go: add --elastic.")
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be {least} or more, got {value}.")
     if options.elastic and (options.mpi or options.servers is not None):
         raise ValueError(
             "--elastic starts workers alone, without MPI: MPI ends all ranks with one, and beside "
@@ -156,11 +160,9 @@ def _check_places(options: argparse.Namespace, hosts: list[Host], script: str) -
             "the hosts, --min-workers or --max-workers."
         )
     others = [host.name for host in hosts if not is_this_machine(host.name)]
-    if options.spares < 0 or (options.spares and others):
-        raise ValueError(
-            f"--spares {options.spares} wait on this machine, for workers on this machine alone: "
-            f"pass 0 or more, and no {others[0] if others else 'negative number'}."
-        )
+    if options.spares and others:
+        what = f"--spares {options.spares} wait on this machine, for workers on this machine alone:"
+        raise ValueError(f"{what} pass no {others[0]}.")
     if options.spares and (script.startswith("-") or get_importer(script) is not None):
         raise ValueError(f"--spares run a file, or a module after -m: {script!r} is neither.")
 
@@ -214,10 +216,10 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     go_on = "a worker that ends is started again, and the others go on"
     run.add_argument("--elastic", action="store_true", help=go_on)
     fewest = "end the job with fewer (1)"
-    run.add_argument("--min-workers", type=int, default=0, metavar="N", help=fewest)
+    run.add_argument("--min-workers", type=int, metavar="N", help=fewest)
     run.add_argument("--max-workers", type=int, metavar="N", help="start no more")
     in_advance = "processes that have imported in advance, for workers that are started again"
-    run.add_argument("--spares", type=int, default=0, metavar="N", help=in_advance)
+    run.add_argument("--spares", type=int, metavar="N", help=in_advance)
     run.add_argument("--log-dir", type=Path, metavar="DIR", help="write output files here")
     run.add_argument("--timeout", type=float, metavar="S", help="stop the job after S seconds")
     run.add_argument("--verbose", action="store_true", help="print whole tracebacks")

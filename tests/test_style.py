@@ -33,18 +33,18 @@ BUDGETS = {
     "estimator": 1470,
     "graph": 4703,
     "jit": 1652,
-    "launcher": 1833,
+    "launcher": 1808,
     "models": 7348,
     "optimizers": 1025,
-    "parameter_server": 2143,
-    "strategies": 2250,
+    "parameter_server": 2190,
+    "strategies": 2263,
     "task": 303,
-    "top level": 3215,
-    "transport": 2014,
+    "top level": 3217,
+    "transport": 2016,
     "variables": 1146,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 42615
+TESTS_BUDGET = 42914
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -572,7 +572,7 @@ class Meetings:
 
     def _late(self, missing: str) -> errors.CollectiveTimeoutError:
         what = f"{self._task} waited {self._timeout:g} s for {missing}."
-        how = "Start the missing workers again, lower min_workers, or raise timeout_seconds."
+        how = "Start them unless the job is over, lower min_workers, or raise timeout_seconds."
         return errors.CollectiveTimeoutError(f"{what} {how}", op="meet")
 
 

@@ -7,13 +7,9 @@ and joins by itself. Which workers there should be is a pure function of the hos
 from __future__ import annotations
 
 import contextlib
-import select
-import selectors
-import socket
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from ndistribute.launcher import supervisor
@@ -24,7 +20,7 @@ from ndistribute.launcher.supervisor import PREEMPTED, Start, Task, TaskSupervis
 
 # How often a worker is started again if --max-restarts does not say.
 RESTARTS = 5
-# The same after ssh failed: a host may be away for some minutes, such as for a reboot.
+# The same in a row after ssh failed: a host may be away for some minutes, such as for a reboot.
 TRIES = 20
 # Seconds after SIGTERM in which a worker whose host was removed has to end its step.
 HANDOVER_SECONDS = 30.0
@@ -68,13 +64,6 @@ def replan(
     # A worker that comes back has its index and address again.
     stay += [known.index(place) for place in free if place in known]
     return stay, [place for place in free if place not in known]
-
-
-def refuse_waiting(ports: Sequence[socket.socket]) -> None:
-    """Close connections that were not accepted; the processes that should accept have ended."""
-    while waiting := select.select(ports, [], [], 0)[0]:
-        for port in waiting:
-            port.accept()[0].close()
 
 
 @dataclass(kw_only=True)
@@ -141,7 +130,7 @@ class ElasticSupervisor(TaskSupervisor):
 
     def _add(self, task: Task) -> None:
         self.console.say(f"{task.start.name} is added.")
-        task.restarts = task.quick = 0
+        task.restarts = task.quick = task.unreached = 0
         task.joins = True
         self._start_later(task, 0.0)
 
@@ -152,16 +141,9 @@ class ElasticSupervisor(TaskSupervisor):
         if task.joins:  # It may find the job only by the addresses of workers that were added.
             task.start = self.start_all(self.options)[self._tasks.index(task)]
         task.since = time.monotonic()
-        port = task.start.listener
-        if port is not None and port in self._selector.get_map():
-            self._selector.unregister(port)
-            refuse_waiting([port])
         super()._start(task)
 
     def _judge(self, task: Task, can_restart: bool) -> Verdict:
-        if (port := task.start.listener) is not None:
-            # Others that look for it learn at once that it does not run.
-            self._selector.register(port, selectors.EVENT_READ, partial(refuse_waiting, [port]))
         if task.removed and task.code == 0:  # It handed over; the work is not done.
             task.code = PREEMPTED
         if task.code == 0:
@@ -169,8 +151,8 @@ class ElasticSupervisor(TaskSupervisor):
             for other in self._tasks:
                 other.late |= other.joins and other.since > newest
             self._drop_waiting()
-        tries = TRIES if task.start.host is not None and task.code == 255 else self.restarts
-        left = tries - task.restarts if can_restart else 0
+        left = TRIES - task.unreached if task.is_away else self.restarts - task.restarts
+        left = left if can_restart else 0
         decided = supervisor.verdict(task, self._tasks, left, self.options.min_workers)
         if task.code and decided is Verdict.GO_ON:
             self._say_end(task, "the others go on.")
@@ -182,7 +164,8 @@ class ElasticSupervisor(TaskSupervisor):
         delay = supervisor.restart_delay(task.quick)
         task.quick += 1
         task.joins = True
-        task.restarts += task.code != PREEMPTED
+        task.unreached = task.unreached + 1 if task.is_away else 0
+        task.restarts += task.code != PREEMPTED and not task.is_away
         left = max(0, self.restarts - task.restarts)
         self._say_end(task, f"starting it again in {delay:g} s ({left} left).")
         self._start_later(task, delay)

@@ -24,14 +24,15 @@ from pathlib import Path
 from ndistribute import tracebacks
 from ndistribute.blas import cores
 from ndistribute.cluster.resolvers import seconds_of
-from ndistribute.launcher import commands, elastic_job, supervisor
+from ndistribute.launcher import commands, supervisor
 from ndistribute.launcher.commands import JOB_ID, MPIEXEC, Host, is_this_machine, ssh_command
 from ndistribute.launcher.doctor import blas_settings
+from ndistribute.launcher.elastic_job import HANDOVER_SECONDS, TRIES, ElasticSupervisor, places_on
 from ndistribute.launcher.job import JobOptions
 from ndistribute.launcher.output import Console, Writer, exit_text, last_report
 from ndistribute.launcher.spare import Spares, spare_start
-from ndistribute.launcher.supervisor import JobEnd, Process, Start, TaskSupervisor, restart_delay
-from ndistribute.transport.listener import LISTEN_FD, listen
+from ndistribute.launcher.supervisor import JobEnd, Start, TaskSupervisor, restart_delay
+from ndistribute.transport.listener import LISTEN_FD, listen, reserve
 
 _SNAPSHOT_DIR = "NDISTRIBUTE_SNAPSHOT_DIR"
 _SECRET = "NDISTRIBUTE_SECRET"
@@ -85,32 +86,27 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
         err = out if os.path.sameopenfile(stdout, stderr) else Writer(stderr)
         console = opened.enter_context(contextlib.closing(Console(out, err, options.log_dir)))
         console.short = not options.verbose
-        listeners: dict[int, socket.socket] = {}
-        if not mpi:
-            _listen(options, listeners, opened)
         ranks = options.processes if mpi and options.is_local else 0
         pipes = commands.rank_pipes(ranks, opened) if ranks else ([], "")
         silence = 0.0 if mpi or options.is_local else commands.host_silence(environ)
         probes = [] if mpi else _probes(options, silence)
         signals = opened.enter_context(supervisor.signals_as_bytes())
-        begin = partial(Process, environ)
+        spares = Spares(options.spares, environ, console.say)
+        opened.callback(spares.close)
         supervise = partial(
-            TaskSupervisor, begin, console, deadline, signals=signals, silence=silence
+            TaskSupervisor, spares.begin, console, deadline, signals=signals, silence=silence
         )
         run_tasks: Callable[..., TaskSupervisor] = supervise
+        start_all = partial(_tasks, environ=environ, listeners={}, opened=opened)
         if options.min_workers:
-            run_tasks = _elastic(options, environ, listeners, opened, supervise)
+            special = {**supervise.keywords, "start_all": start_all, "spares": spares}
+            run_tasks = partial(ElasticSupervisor, *supervise.args, options=options, **special)
         for attempt in range(again + 1):
             if attempt:
                 console.begin(attempt)
-                elastic_job.refuse_waiting(list(listeners.values()))
-            if mpi:
-                starts = [_mpi_start(mpi, options, environ, *pipes)]
-            else:
-                starts = _tasks(options, environ, listeners)  # With a new secret.
-            outcome = supervise(restarts=elastic_job.TRIES * len(probes)).run(
-                probes if attempt else []
-            )
+            # With a new secret.
+            starts = [_mpi_start(mpi, options, environ, *pipes)] if mpi else start_all(options)
+            outcome = supervise(restarts=TRIES * len(probes)).run(probes if attempt else [])
             if outcome.reason == "failed":
                 outcome = replace(outcome, reason="unreached")
             if outcome.reason == "done":
@@ -129,7 +125,7 @@ def dry_run(options: JobOptions) -> Iterator[str]:
     if options.mpi:
         starts = [_mpi_start(commands.find_mpiexec(), options, os.environ)]
     else:
-        starts = _tasks(options, os.environ, {})
+        starts = _tasks(options, os.environ, {}, None)
     for start in [*starts, *(spare_start(starts[0]) for _ in range(options.spares))]:
         settings = {n: "(hidden)" if n == _SECRET else v for n, v in start.settings.items()}
         shown = " ".join(f"{name}={shlex.quote(v)}" for name, v in sorted(settings.items()))
@@ -148,7 +144,7 @@ def _places(options: JobOptions) -> list[tuple[str, int, Host | None, str]]:
         tasks = [(kind, index) for kind, count in counts.items() for index in range(count)]
         return [(*task, None, f"127.0.0.1:PORT{rank}") for rank, task in enumerate(tasks)]
     places: list[tuple[str, int, Host | None, str]] = []
-    numbered = elastic_job.places_on(options.hosts)
+    numbered = places_on(options.hosts)
     slots = Counter(name for name, _ in numbered)
     for index, (host, slot) in enumerate(numbered):
         is_here = is_this_machine(host)
@@ -179,9 +175,14 @@ def _environment(options: JobOptions, stderr: int) -> dict[str, str]:
 
 
 def _tasks(
-    options: JobOptions, environ: Mapping[str, str], listeners: Mapping[int, socket.socket]
+    options: JobOptions,
+    environ: Mapping[str, str],
+    listeners: dict[int, socket.socket],
+    opened: contextlib.ExitStack | None,
 ) -> list[Start]:
-    """Return the `Start` of each task; `listeners` are the sockets of local tasks by rank."""
+    """Return the `Start` of each task; `listeners` get the sockets of local tasks by rank."""
+    if opened is not None:
+        _listen(options, listeners, opened)
     places = _places(options)
     addresses = [address for *_, address in places]
     if options.is_local and listeners:
@@ -205,7 +206,7 @@ def _tasks(
             settings={**starts[rank].settings, **blas},
             host=host,
             listener=listeners.get(rank),
-            leaving=elastic_job.HANDOVER_SECONDS if options.min_workers else 0.0,
+            leaving=HANDOVER_SECONDS if options.min_workers else 0.0,
         )
     return starts
 
@@ -222,33 +223,16 @@ def _listen(
 ) -> None:
     """Add the sockets of the tasks of this machine that have none yet, by rank.
 
-    No other program can take a port, even while a task restarts, and connections wait meanwhile.
+    No other program can take a port, even while a task restarts. Connections are refused then.
     """
-    for rank, (_, _, host, address) in enumerate(_places(options)):
-        if host is None and rank not in listeners:
-            place = "127.0.0.1:0" if options.is_local else address
-            listeners[rank] = opened.enter_context(listen(place))
-
-
-def _elastic(
-    options: JobOptions,
-    environ: Mapping[str, str],
-    listeners: dict[int, socket.socket],
-    opened: contextlib.ExitStack,
-    supervise: partial[TaskSupervisor],
-) -> Callable[..., TaskSupervisor]:
-    """Return what makes the supervisor of an elastic job, given what makes any other one."""
-
-    def start_all(grown: JobOptions) -> list[Start]:
-        _listen(grown, listeners, opened)
-        return _tasks(grown, environ, listeners)
-
-    _, console, deadline = supervise.args
-    spares = Spares(options.spares, environ, console.say)
-    opened.callback(spares.close)
-    special = {"options": options, "start_all": start_all, "spares": spares}
-    make = partial(elastic_job.ElasticSupervisor, spares.begin, console, deadline)
-    return partial(make, **supervise.keywords, **special)
+    with contextlib.ExitStack() as new:  # All or none.
+        added = {
+            rank: new.enter_context(reserve("127.0.0.1") if options.is_local else listen(address))
+            for rank, (_, _, host, address) in enumerate(_places(options))
+            if host is None and rank not in listeners
+        }
+        listeners.update(added)
+        opened.push(new.pop_all())
 
 
 def _mpi_start(

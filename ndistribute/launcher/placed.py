@@ -28,7 +28,7 @@ from ndistribute.launcher.job import JobOptions
 from ndistribute.launcher.launch import job_environment, task_starts
 from ndistribute.launcher.output import Console, Writer, exit_text, last_report
 from ndistribute.launcher.supervisor import Process, Start, TaskSupervisor, restart_delay
-from ndistribute.transport.listener import listen
+from ndistribute.transport.listener import reserve, set_accepting
 
 Work = Callable[..., Any] | str | os.PathLike[str]
 
@@ -69,25 +69,18 @@ class PlacedTask:
     def __init__(self, find_host: Callable[[], str]) -> None:
         host = find_host()
         self._host = f"[{host}]" if ":" in host else host
-        # Kept open between restarts, so that no other process takes the port.
-        self._port = listen(f"{self._host}:0")
+        # Kept between restarts, so that no other process takes the port.
+        self._port = reserve(self._host)
         self._address = f"{self._host}:{self._port.getsockname()[1]}"
 
     def address(self) -> str:
-        """Return the address of the task; early connections wait for the task."""
+        """Return the address of the task, where early connections wait for its first start."""
         return self._address
 
-    def start(
-        self,
-        work: bytes | list[str],
-        environ: Mapping[str, str],
-        grace: float,
-        elastic: bool = False,
-    ) -> None:
+    def start(self, work: bytes | list[str], environ: Mapping[str, str], grace: float) -> None:
         """Start a script with arguments, or a pickled call for `main`; may be called again."""
-        self._asked_to_end, self._elastic = False, elastic
-        if self._port.fileno() < 0:
-            self._port = listen(self._address)
+        self._asked_to_end = False
+        set_accepting(self._port, True)
         # Contains the call, and later the result.
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 (read when the task has ended)
         command = work
@@ -119,8 +112,7 @@ class PlacedTask:
             return chunk, None, b""
         code = process.code()
         self._close()
-        if self._elastic:  # The others learn by a refusal that it has ended.
-            self._port.close()
+        set_accepting(self._port, False)  # The others learn by a refusal that it has ended.
         with self._file as file:
             file.seek(0)
             return b"", code, file.read()
@@ -153,8 +145,9 @@ def run_job(
     environ |= options.get("environ", {})
     environ[JOB_ID] = job_environment(environ)[JOB_ID]
     least = options.get("min_workers", 0)
-    if least and (num_ps or not 0 < least <= num_workers):
-        raise ValueError(f"min_workers={least} needs as many workers, and no servers.")
+    if "min_workers" in options and (num_ps or not 0 < least <= num_workers):
+        what = f"min_workers is from 1 to the number of workers, {num_workers}, without servers"
+        raise ValueError(f"{what}; got {least} and {num_ps=}.")
     most = options.get("max_restarts", RESTARTS if least else 0)
     again, alone = (0, most) if num_ps or least else (most, 0)
     console = Console(_InProgram(), _InProgram())
@@ -166,7 +159,7 @@ def run_job(
             addresses = [call(handle, "address") for handle in handles]
             starts = task_starts(tasks, addresses, environ, {})
             calls = {s.label: partial(call, h) for s, h in zip(starts, handles, strict=True)}
-            begin = partial(_Placed, environ, placed, calls, work, bool(least))
+            begin = partial(_Placed, environ, placed, calls, work)
             supervisor = TaskSupervisor(begin, console, deadline, alone)
             if least:
                 limits = JobOptions((), (), min_workers=least)
@@ -210,7 +203,6 @@ class _Placed(Process):
         placed: dict[str, _Placed],
         calls: Mapping[str, Callable[..., Any]],
         work: bytes | list[str],
-        elastic: bool,
         start: Start,
     ) -> None:
         placed[start.label] = self
@@ -226,7 +218,7 @@ class _Placed(Process):
         self.done = self._end[0].fileno()
         self.kill = self._end[1].close
         environ = {**environ, **start.settings}
-        follow = partial(self._follow, work, environ, start.grace, elastic)
+        follow = partial(self._follow, work, environ, start.grace)
         threading.Thread(target=follow, name="ndistribute task", daemon=True).start()
 
     def ask_to_end(self) -> None:

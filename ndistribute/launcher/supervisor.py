@@ -24,7 +24,7 @@ from typing import IO, cast
 from ndistribute.launcher import commands, reaper
 from ndistribute.launcher.commands import MPIEXEC, Host
 from ndistribute.launcher.output import Console, exit_text, is_loss_report
-from ndistribute.transport.listener import LISTEN_FD
+from ndistribute.transport.listener import LISTEN_FD, set_accepting
 
 # After a task that only reports the loss of another: the time for that other one's own report.
 _REPORT_SECONDS = 2.0
@@ -100,9 +100,15 @@ class Task:
     # Of a worker of an elastic job:
     since: float = 0.0  # The monotonic time of its last start.
     quick: int = 0  # Restarts in a row, each soon after a start.
+    unreached: int = 0  # Failures of ssh in a row, which are not its own.
     joins: bool = False  # It was started while the job was running.
     late: bool = False  # It may not have joined before the work was done.
     removed: bool = False  # Its host was removed.
+
+    @property
+    def is_away(self) -> bool:
+        """Whether ssh could not start it, or has lost it."""
+        return self.start.host is not None and self.code == 255
 
 
 def verdict(
@@ -225,6 +231,8 @@ class TaskSupervisor:
                     running.beat()
 
     def _start(self, task: Task) -> None:
+        if task.start.listener is not None:
+            set_accepting(task.start.listener, True)
         task.running = self.begin(task.start)
         ended = partial(self._ended, task, task.running)
         self._selector.register(task.running.done, selectors.EVENT_READ, ended)
@@ -255,6 +263,9 @@ class TaskSupervisor:
                 self._selector.unregister(output[0])
                 self.console.feed(*output[1:], b"")
         running.close()
+        if task.start.listener is not None:
+            # Others that look for it learn at once that it does not run. The port stays ours.
+            set_accepting(task.start.listener, False)
         said = self.console.kept(task.start.label)
         task.reports_loss = bool(task.code) and is_loss_report(said)
         if self._outcome is not None:

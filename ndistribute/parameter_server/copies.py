@@ -23,10 +23,9 @@ from ndistribute.cluster.spec import ClusterSpec
 from ndistribute.errors import DistributeError
 from ndistribute.parameter_server import messages as m
 from ndistribute.parameter_server.snapshot import restore, take
-from ndistribute.parameter_server.store_service import StoreService
+from ndistribute.parameter_server.store_service import MISFIT, StoreService
 from ndistribute.task.server import SERVICES, ServedTask, TaskService
 from ndistribute.transport.failure_detector import silence_seconds
-from ndistribute.transport.reach import unix_refused
 from ndistribute.transport.rpc import Client, RpcServer
 from ndistribute.transport.secret import credentials_of
 
@@ -53,7 +52,7 @@ _DOES = {
 _log = logging.getLogger("ndistribute")
 
 Role = Literal["new", "joins", "follows", "leads"]
-Step = Literal["wait", "lead", "join", "leave", "dismiss", "vote", "fill"]
+Step = Literal["wait", "lead", "anew", "join", "leave", "dismiss", "vote", "fill"]
 _VOTED: tuple[Step, ...] = ("wait", "lead", "leave")  # By what the witness says.
 
 
@@ -149,11 +148,14 @@ class ShardCopy(StoreService):
         self._sent = 0  # The number of changes that the other copy has, or needs no more.
         self._made = 0  # The number of changes of the copy that leads which were made here.
         self._filled = -1.0  # When the other copy last sent what this one lacks.
-        self._heard = 0.0  # The last time for which the other copy is known to be in the epoch.
+        # A copy that answers the other one in their epoch goes alone 0.5 s later at the earliest.
+        self._heard = 0.0  # When this copy sent what the other one last answered so,
+        self._promised = 0.0  # and when it last answered so itself.
         self._suspects = self._refused = False
         self._mute_until = 0.0  # The next time to tell the witness.
-        self._is_local = False  # Whether the other copy has a Unix socket here.
         self._sending = threading.Lock()
+        self._single: Any = task.services.get("ps")  # Of this server, for one copy.
+        self._refusal = ""  # The reason why it does not even begin.
         other, witness = homes(task.cluster, shard)[1 - copy], witness_of(task.cluster, shard)
         self._other = _client(task, "ps", other, COPIES[1 - copy])
         self._witness = None if witness is None else _client(task, *witness, WITNESS)
@@ -173,12 +175,15 @@ class ShardCopy(StoreService):
 
     def connected(self, peer: Any) -> None:
         with self._lock:
-            if self._keeper is None:
+            self._refusal = "" if self._keeper is not None else self._misfit()
+            if self._keeper is None and not self._refusal:
                 self._begin()
         super().connected(peer)
 
     def handle(self, peer: Any, call: Any, request: Any) -> Any:
         """Execute a request; refuse those of clients unless this copy leads."""
+        if self._refusal:
+            return m.Failure("mismatch", self._refusal)
         match request:
             case m.Beat():
                 return self._answer(request)
@@ -209,6 +214,10 @@ class ShardCopy(StoreService):
         super().close()
 
     # What clients ask of the copy that leads.
+
+    def _misfit(self) -> str:
+        name = self._single and next(iter(self._single.store.variables.cells), "")
+        return MISFIT.format(f"variable {name!r}", 1, 2) if name else ""
 
     def _broken(self) -> m.Failure | None:
         return super()._broken() if self._said.role == "leads" else self._moved()
@@ -271,29 +280,42 @@ class ShardCopy(StoreService):
     def _turn(self, role: Role, *, whole: bool = False) -> None:
         """Take a role; the caller holds the lock."""
         lacks = role == "joins" and self._filled < 0
-        has = (0, 0) if lacks else (self.store.epoch, self.store.total)
+        has = (0, 0) if lacks else (self.store.epoch, self.store.kept)
         why = f"{self._title} {_DOES[role].format(self._other.title)}"
         self._said = m.Beat(role, whole, *has, self.store.start, why)
         with self._news:
             self._news.notify_all()
 
     def _answer(self, request: m.Beat) -> m.Beat:
-        mine, same = self._said, request.epoch == self._said.epoch
+        with self._news:  # Whether this copy leads is decided under it as well.
+            mine, same = self._said, bool(request.role) and request.epoch == self._said.epoch
+            if same and mine.role == "leads" and self._is_silent():
+                return m.Beat()  # It may go alone soon, and promises nothing.
+            if same and mine.role in ("follows", "leads"):
+                self._promised = time.monotonic()
         if request.leave and same and mine.role in ("follows", "joins"):
             with self._lock:
                 if self._said is mine:
                     self._forget()
-        elif mine.role == "follows" and request.role == "leads" and same:
-            self._heard = time.monotonic()
-        elif mine.role == "follows" or (mine.whole and request.role in ("new", "joins")):
+        elif (mine.role == "follows" and not (same and request.role == "leads")) or (
+            mine.whole and request.role in ("new", "joins")
+        ):
             self._suspect()
         if not request.role:
             with self._news:
                 self._news.wait_for(lambda: not self._doubts(), _HOLD_SECONDS)
         return self._said
 
+    def _is_silent(self) -> bool:
+        """Return whether the other copy may have gone alone; only the witness lets it."""
+        return self._witness is not None and time.monotonic() > self._heard + SILENCE_SECONDS
+
+    def _keeps_word(self) -> bool:
+        return time.monotonic() <= self._promised + SILENCE_SECONDS
+
     def _doubts(self) -> bool:
-        late = self._suspects or time.monotonic() > self._heard + 2 * _BEAT_SECONDS
+        last = max(self._heard, self._promised)
+        late = self._suspects or time.monotonic() > last + 2 * _BEAT_SECONDS
         return self._said.role == "new" or (self._said.role == "follows" and late)
 
     def _follow(self, request: m.Replicate) -> m.Number | m.Failure:
@@ -309,7 +331,7 @@ class ShardCopy(StoreService):
                 return self._moved()
             failures = [self._make(change) for change in request.changes[again:]]
             self._made = max(self._made, request.first + len(request.changes))
-            self._heard = self._filled = time.monotonic()
+            self._promised = self._filled = time.monotonic()
             self._changed = True
             if request.whole and role == "joins":
                 self._turn("follows")
@@ -357,8 +379,9 @@ class ShardCopy(StoreService):
             self._suspects = False
             try:
                 self._step()
-            except Exception:
-                _log.exception("%s failed to agree with the other copy", self._title)
+                self._tell("agree with the other copy")
+            except Exception as error:
+                self._tell("agree with the other copy", error)
             with self._news:
                 self._news.notify_all()
                 self._news.wait_for(lambda: self._suspects or self._closing, _BEAT_SECONDS)
@@ -367,33 +390,29 @@ class ShardCopy(StoreService):
         """Compare with the other copy, and act."""
         mine = self._said
         other, now = self._ask(mine), time.monotonic()
-        if now > self._mute_until:
+        # What a copy knew that was started again, only an earlier word of it tells.
+        if now > self._mute_until and mine.role in ("follows", "leads"):
             self._vote(asks=False)
             # A witness that is out of reach must not delay the beats.
             self._mute_until = 2 * time.monotonic() - now
         if mine.role == "joins" and now < self._filled + _REFILL_SECONDS:
             return  # The other copy sends what is missing.
-        # A launcher may hold the port of a process that has ended, but not its Unix socket.
-        dead = not other.role and (
-            self._refused or (self._is_local and unix_refused(self._other.address))
-        )
-        silent = self._witness is not None and now > self._heard + SILENCE_SECONDS
-        step = next_step(mine, other, self._copy, dead=dead, silent=silent)
-        if step == "vote":
-            step = _VOTED[self._vote(asks=True)]
-            if step == "wait" and other.role:  # The witness is gone, and the other copy is back.
-                step = next_step(mine, other, self._copy, dead=False, silent=False)
+        dead = not other.role and self._refused
+        step = next_step(mine, other, self._copy, dead=dead, silent=self._is_silent())
+        if votes := step == "vote":
+            step = "wait" if self._keeps_word() else self._elect(mine, other)
         if step == "dismiss":
             other = self._ask(msgspec.structs.replace(mine, leave=True))
             step = "lead" if other.role in ("new", "joins") else "wait"
         filling = self.store.keeps_pending and not mine.whole
         drops = filling and (dead or now > self._heard + _REFILL_SECONDS)
-        if drops or step in ("lead", "join", "leave"):
-            with self._lock:
-                if self._said is not mine:  # The other copy has just changed that.
+        if drops or step in ("lead", "anew", "join", "leave"):
+            with self._lock, self._news:
+                # The other copy may just have changed that, or have got the word of this one.
+                if self._said is not mine or (votes and self._keeps_word()):
                     return
-                if step == "lead":
-                    self._lead()
+                if step in ("lead", "anew"):
+                    self._lead(anew=step == "anew" or mine.role == "new")
                 elif step in ("join", "leave"):
                     self._forget()
                 else:
@@ -402,6 +421,13 @@ class ShardCopy(StoreService):
             self._join()
         elif step == "fill":
             self._fill()
+
+    def _elect(self, mine: m.Beat, other: m.Beat) -> Step:
+        step = _VOTED[self._vote(asks=True)]
+        if step == "wait" and other.role:  # The witness is gone, and the other copy is back.
+            step = next_step(mine, other, self._copy, dead=False, silent=False)
+            return "anew" if step == "lead" else step  # Updates of the other one may be lost.
+        return step
 
     def _ask(self, beat: m.Beat) -> m.Beat:
         """Return what the other copy says of itself; without a role if it says nothing."""
@@ -416,7 +442,6 @@ class ShardCopy(StoreService):
         if not isinstance(reply, m.Beat):
             call.cancel()
             return m.Beat()
-        self._is_local = call.connection.is_unix
         fills = reply.role == "joins" and not beat.whole
         if fills or (reply.epoch == beat.epoch and reply.role in ("follows", "leads")):
             self._heard = max(self._heard, sent)
@@ -429,17 +454,17 @@ class ShardCopy(StoreService):
             return 0 if self._witness is None else int(self._witness.call(vote, _ASK_SECONDS).value)
         return 0
 
-    def _lead(self) -> None:
-        """Lead the next epoch alone; the caller holds the lock."""
+    def _lead(self, *, anew: bool) -> None:
+        """Lead the next epoch alone, as another instance if `anew`; the caller holds the lock."""
         new = self._said.role == "new"
-        epoch = max(self.store.epoch, int(time.time()) if new else 0) + 1
+        epoch = max(self.store.epoch, int(time.time()) if anew else 0) + 1
         reply = self.store.handle("", 0, m.NewEpoch(epoch))[0][1]
         if isinstance(reply, m.Failure):
-            _log.error("%s cannot lead: %s", self._title, reply.message)
+            self._tell("lead", DistributeError(reply.message))
             return
         self._drop()
         self._changed = True
-        if new:
+        if anew:
             self.store.start, self.store.began = epoch, self.store.total
         self._turn("leads")
         if not new:
@@ -478,8 +503,9 @@ class ShardCopy(StoreService):
             state = self._other.call(m.Join(), _CALL_SECONDS)
             if isinstance(state, m.CopyState):
                 self._become(state)
+                self._tell("be filled")
         except DistributeError as error:
-            _log.warning("%s cannot be filled: %s", self._title, error)
+            self._tell("be filled", error)
             with self._news:
                 self._news.wait_for(lambda: self._closing, _REFILL_SECONDS)
 
@@ -511,7 +537,7 @@ def serve_witness(cluster: ClusterSpec, job: str, index: int) -> RpcServer | Non
     address, credentials = cluster.task_address(job, index), credentials_of(cluster.addresses())
     try:
         return RpcServer(address, credentials, f"{job}:{index}", {WITNESS: Witness()})
-    except OSError as error:  # As another strategy of this process is the witness.
+    except OSError as error:
         _log.warning("%s:%d does not vote about shards: %s", job, index, error)
         return None
 

@@ -61,6 +61,7 @@ class PairClient:
 
         Raises:
             ConnectionLostError: neither says that it leads.
+            ValueError: one has variables of strategies with `replicas=1`.
         """
         problems = []
         for index in (1 - self.leads, self.leads):
@@ -74,6 +75,8 @@ class PairClient:
             if beat is None:
                 call.cancel()
                 problems.append(f"{client.title} does not answer")
+            elif isinstance(beat, m.Failure):
+                raise ValueError(f"{client.title}: {beat.message}")
             elif beat.role == "leads":
                 self.leads, self.instance = index, f"{beat.start}"
                 self.server = call.connection.peer.instance

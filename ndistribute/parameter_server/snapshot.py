@@ -53,6 +53,7 @@ class _Saved(msgspec.Struct):
     shared: dict[str, tuple[bool, str]] = {}
     """Whether variables of graphs keep their shapes, and the dtype of one whose bytes are kept."""
     epoch: int = 0
+    kept: int = 0
 
 
 def take(store: Store) -> tuple[dict[str, Array], Any]:
@@ -75,7 +76,7 @@ def take(store: Store) -> tuple[dict[str, Array], Any]:
         return name
 
     versions = {name: cell.version for name, cell in cells.items()}
-    whole = store.applied, store.aggregates, store.clocks, shared, store.epoch
+    whole = store.applied, store.aggregates, store.clocks, shared, store.epoch, store.kept
     saved = _Saved(store.total, versions, *whole)
     return tensors, msgspec.to_builtins(saved, enc_hook=save_array)
 
@@ -93,7 +94,7 @@ def restore(tensors: Mapping[str, Array], data: Any, floor: int = 0) -> Store:
         cell.keeps_shape = keeps_shape
         cell.array = _owned(unpacked(tensors[f"shared/{name}"], dtype))
     store.total = store.began = saved.total
-    store.epoch = saved.epoch
+    store.epoch, store.kept = saved.epoch, saved.kept
     store.applied, store.aggregates, store.clocks = saved.applied, saved.aggregates, saved.clocks
     return store
 

@@ -90,6 +90,7 @@ class Store:
         # Called before a change; only this call can still fail.
         self.log: Callable[[m.Logged], None] = lambda request: None
         self.total = self.began = 0  # Transactions of all instances, and of earlier ones.
+        self.kept = 0  # All changes, also those that are no transactions.
         self.start = 0  # See `Totals`.
         self.epoch = 0  # Of the leader of a shard that has two copies.
         self.keeps_pending, self.pending = False, list[m.Logged]()  # What the other copy lacks.
@@ -175,6 +176,7 @@ class Store:
     def _keep(self, request: m.Logged) -> None:
         """Keep a change, which is about to be made, for the log and for the other copy."""
         self.log(request)
+        self.kept += 1
         if self.keeps_pending:
             self.pending.append(request)
 

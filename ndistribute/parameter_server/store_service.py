@@ -12,6 +12,7 @@ import math
 import os
 import threading
 import time
+from pathlib import Path
 from typing import Any, Literal
 
 from ndistribute.errors import DistributeError, UnavailableError
@@ -27,6 +28,10 @@ from ndistribute.transport.rpc import ClientCount, LocalClient
 
 _CLOSE_SECONDS = 600.0
 _LOG_BYTES = 1 << 30  # A longer log triggers a snapshot.
+MISFIT = (
+    "{} is of a strategy with replicas={}, and this strategy has replicas={}, which would start "
+    "from initial values: pass the same replicas, move the snapshots away, or name another folder."
+)
 _log = logging.getLogger("ndistribute")
 
 
@@ -63,6 +68,7 @@ class StoreService(TaskService):
         self._asked: list[tuple[Any, Any]] = []  # Calls that wait for a snapshot.
         self._changed = self._due = self._closing = False
         self._failed_last_snapshot = False
+        self._told: dict[str, str] = {}  # What fails, and why.
         self._logs_all, self._return_seconds = durability == "log", return_seconds
         self._disk: Disk | None = None
         self._open()
@@ -91,6 +97,8 @@ class StoreService(TaskService):
     def handle(self, peer: Any, call: Any, request: m.Request) -> m.Reply | None:
         """Execute a request; return the reply, or None if it is sent later."""
         reads = isinstance(request, m.Read | m.Status)
+        if isinstance(request, m.Status) and (why := self._misfit()):  # Each strategy asks first.
+            return m.Failure("mismatch", why)
         with self._lock:
             if isinstance(request, m.Status) and self._disk is not None and request.of != "memory":
                 # The state before the log begins must be on the disk as well.
@@ -148,6 +156,14 @@ class StoreService(TaskService):
                 f"{self._task} could not write its last snapshot to {self._directory}: what was "
                 "changed since the one before is lost. Its log says why."
             )
+
+    def _misfit(self) -> str:
+        """Return why a strategy cannot use this state: it would start anew beside another."""
+        if self._directory is not None:
+            for path in Path(self._directory).glob("copy-?-of-ps-*[0-9].[0-9]*"):
+                if path.is_dir() or path.stat().st_size:
+                    return MISFIT.format(path, 2, 1)
+        return ""
 
     def _write_soon(self) -> None:
         self._due = True
@@ -233,14 +249,26 @@ class StoreService(TaskService):
     def _save(self, disk: Disk) -> m.Totals | m.Failure:
         try:
             with self._saving:
-                return disk.write(self._lock)
+                totals = disk.write(self._lock)
         except Exception as error:  # Go on without this snapshot.
             with self._lock:
                 self._changed = True
-            known = isinstance(error, OSError | MemoryError)
-            # As text: a handler that keeps the error would keep the snapshot's arrays.
-            _log.error("%s wrote no snapshot: %s", self._task, f"{error}", exc_info=not known)
+            self._tell("write a snapshot", error)
             return m.Failure("full", f"{self._task} could not write a snapshot: {error}")
+        self._tell("write a snapshot")
+        return totals
+
+    def _tell(self, what: str, error: Exception | None = None) -> None:
+        """Log what fails, or works again; not again for the same reason, such as a full disk."""
+        # A snapshot that is not whole has another name each time.
+        reason = " ".join(word for word in f"{error or ''}".split() if ".writing" not in word)
+        before, self._told[what] = self._told.get(what, ""), reason
+        if reason not in ("", before):
+            known = isinstance(error, OSError | MemoryError | DistributeError)
+            # As text: a handler that keeps the error would keep the snapshot's arrays.
+            _log.error("%s could not %s: %s", self._task, what, f"{error}", exc_info=not known)
+        elif before and not reason:
+            _log.warning("%s can %s again", self._task, what)
 
     def _expire_clients(self) -> None:
         """Remove clients that died while this server was down, since others may wait for them."""

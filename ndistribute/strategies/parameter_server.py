@@ -38,7 +38,7 @@ from ndistribute.strategies.base import Strategy, T
 from ndistribute.strategies.update_mode import UpdateMode, update_mode_of
 from ndistribute.timeline import identify, span
 from ndistribute.transport.failure_detector import detector
-from ndistribute.transport.rpc import Client
+from ndistribute.transport.rpc import Client, RpcServer
 from ndistribute.transport.secret import credentials_of
 from ndistribute.variables.mirrored import SyncOnReadVariable
 from ndistribute.variables.partitioners import number_of_shards
@@ -88,7 +88,25 @@ class _Process:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.made: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # By cluster, and by witness.
+        self.witnesses: dict[str, RpcServer | None] = {}
+
+    def hold_witness(self, cluster: ClusterSpec, job: str, index: int) -> Callable[[], None]:
+        """Be the witness, if the task is, once for all strategies; return what gives it up."""
+        place = f"{job}:{index} of {cluster.as_dict()}"
+        with self.lock:
+            server = self.witnesses.get(place) or serve_witness(cluster, job, index)
+            self.witnesses[place] = server
+            self.counts[place] += 1
+
+        def leave() -> None:
+            with self.lock:
+                self.counts[place] -= 1
+                last = None if self.counts[place] else self.witnesses.pop(place)
+            if last is not None:
+                last.close()
+
+        return leave
 
 
 _process = _Process()
@@ -207,10 +225,10 @@ class ParameterServerStrategy(Strategy):
         self._copies = VariableCache(self._servers)
         weakref.finalize(self, detector.close_soon, self._servers.close).atexit = False
         job, _, index = self._role.task.partition(":")
-        self._witness = None
+        self._witness = contextlib.ExitStack()
         if self._replicas > 1 and self._cluster is not None and not self._role.coordinated:
-            self._witness = serve_witness(self._cluster, job, int(index))  # Others have a server.
-        if self._witness is not None:
+            # Others have a server.
+            self._witness.callback(_process.hold_witness(self._cluster, job, int(index)))
             weakref.finalize(self, detector.close_soon, self._witness.close).atexit = False
         self._await_servers(durability)
         #: The prefix of all names of this strategy on the servers.
@@ -257,6 +275,7 @@ class ParameterServerStrategy(Strategy):
             try:
                 self.servers.ask_all(Status("log" if durability == "log" else "memory"))
             except BaseException:
+                self._witness.close()
                 self._servers.close()
                 raise
         elif durability == "log":
@@ -413,8 +432,7 @@ class ParameterServerStrategy(Strategy):
                 self._copies.pull(dict.fromkeys(held))
         finally:
             self._give_cores_back()
-            if self._witness is not None:
-                self._witness.close()
+            self._witness.close()
             self._copies.is_final = True  # Without its lock, which a waiting thread may hold.
             self._servers.close()
             self._forgotten()

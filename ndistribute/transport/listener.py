@@ -54,6 +54,23 @@ _ADVICE = {
 _log = logging.getLogger("ndistribute")
 
 
+def reserve(host: str) -> socket.socket:
+    """Return a socket that listens at a free port of a host, and keeps it; see `set_accepting`."""
+    # Linux gives up a port that it has chosen itself when the socket listens no longer.
+    with listen(f"{host}:0") as free:
+        port = free.getsockname()[1]
+    return listen(f"{host}:{port}")
+
+
+def set_accepting(listener: socket.socket, accepts: bool) -> None:
+    """Let a socket listen, or refuse connections while no other process can take its port."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(accepts))
+    if accepts:
+        listener.listen(_BACKLOG)
+    else:
+        listener.shutdown(socket.SHUT_RDWR)
+
+
 def listen(address: str, environ: Mapping[str, str] | None = None) -> socket.socket:
     """Return a socket that listens at this address only, or at all of this host if it is a name.
 

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from ndistribute.errors import DistributeError
-from ndistribute.transport.address import is_loopback, split_address, unix_name
+from ndistribute.transport.address import is_loopback, split_address
 
 _LOOK_SECONDS = 1.0
 _RESET = 7  # TCP_CLOSE
@@ -63,17 +63,6 @@ def _looked_up(address: str, deadline: float) -> list[Any]:
         return places.result(max(0.0, deadline - time.monotonic()))
     except TimeoutError:
         return []
-
-
-def unix_refused(address: str) -> bool:
-    """Return True if no process of this host holds the Unix socket that belongs to an address."""
-    with contextlib.suppress(BlockingIOError), socket.socket(socket.AF_UNIX) as sock:
-        sock.setblocking(False)  # The backlog of a process that is stopped may be full.
-        try:
-            sock.connect(unix_name(address))
-        except ConnectionRefusedError:
-            return True
-    return False
 
 
 def why_unreached(address: str, error: OSError) -> str:

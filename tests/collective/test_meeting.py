@@ -330,7 +330,8 @@ def test_a_look_at_hosts_that_are_silent_is_short():
         begun = time.monotonic()
         assert meetings.look() is None
         assert time.monotonic() - begun < 10.0
-        with pytest.raises(CollectiveTimeoutError, match=f"the workers at {addresses[1]} to start"):
+        missing = rf"the workers at {addresses[1]} to start\. Start them unless the job is over"
+        with pytest.raises(CollectiveTimeoutError, match=missing):
             meetings.meet(WorkerReport())
         meetings.close()
         meetings.close()

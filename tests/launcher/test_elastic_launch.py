@@ -1,10 +1,12 @@
 """`ndistribute run --elastic`: real workers that are killed, preempted, removed and added."""
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,6 +15,8 @@ from hypothesis import strategies as st
 from ndistribute import cli
 from ndistribute.launcher.commands import Host
 from ndistribute.launcher.elastic_job import places_on, replan
+from ndistribute.launcher.job import JobOptions
+from ndistribute.launcher.launch import _listen
 from tests.jobs.launched import lasting, read_pids, run, started
 from tests.processes import HANG_SECONDS
 
@@ -32,12 +36,12 @@ def release(*ranks):
         connect("worker", other).close()
 
 def refused(job, index, then=lambda: None):
-    with connect(job, index) as waiting:
-        then()
-        try:
-            assert waiting.recv(1) == b""
-        except ConnectionResetError:
-            pass
+    try:
+        with connect(job, index) as waiting:
+            then()
+            assert not waiting.recv(1)
+    except (ConnectionRefusedError, ConnectionResetError):
+        pass
 
 def wait_for_release():
     own_socket().accept()[0].close()
@@ -287,6 +291,31 @@ wait()
         assert wait_for_line(job.stdout, "knows") == f"[1] knows 1 {known}\n"
         job.terminate()
         assert job.wait(HANG_SECONDS) == 128 + signal.SIGTERM
+
+
+def test_failures_of_ssh_are_not_those_of_a_worker(script, tmp_path, fake_ssh):
+    ssh = tmp_path / "bin" / "ssh"
+    away = 'echo x >> "$0.tries"; [ $(wc -l < "$0.tries") -gt 2 ] || exit 255\n'
+    ssh.write_text(ssh.read_text().replace("\n", f"\n{away}", 1))
+    path = script("sys.exit(3) if first_life() else 0")
+    few = ["--hosts", "far", "--max-restarts", "1"]
+    done = run("run", "--elastic", *few, path, cwd=tmp_path, env=fake_ssh)
+    assert done.returncode == 0, done.stderr
+    left = [line.split()[-2:] for line in done.stderr.splitlines()]
+    assert left == [["(1", "left)."], ["(1", "left)."], ["(0", "left)."]]
+
+
+def test_of_the_ports_that_new_workers_need_all_are_taken_or_none():
+    with socket.create_server((socket.gethostname(), 0)) as taken, contextlib.ExitStack() as opened:
+        port, listeners = taken.getsockname()[1] - 1, {}
+        options = JobOptions(("x",), (Host("localhost", 2),), port=port, hosts_file=Path("hosts"))
+        for _ in range(2):
+            with pytest.raises(OSError, match=f"port {port + 1}"):
+                _listen(options, listeners, opened)
+            assert listeners == {}
+        taken.close()
+        _listen(options, listeners, opened)
+        assert [each.getsockname()[1] for each in listeners.values()] == [port, port + 1]
 
 
 HOSTS = st.lists(

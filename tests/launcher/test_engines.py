@@ -7,6 +7,7 @@ import os
 import pickle
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ import pytest
 from ndistribute.errors import MissingDependencyError
 from ndistribute.launcher import dask, ray
 from ndistribute.launcher.placed import PlacedTask, run_job
+from ndistribute.transport.listener import set_accepting
 from tests.jobs.launched import environment, lasting
 from tests.processes import python_says
 
@@ -228,6 +230,24 @@ print(bool(select.select([end], [], [], 20)[0]))
     assert python_says(program, env=environment()) == "True\n"
 
 
+def test_the_port_of_a_task_stays_its_own_while_it_does_not_run(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os, socket\nfd = int(os.environ['NDISTRIBUTE_LISTEN_FD'])\n")
+    placed = PlacedTask(lambda: "127.0.0.1")
+    host, port = placed.address().split(":")
+    with placed._port:
+        for _ in range(2):
+            socket.create_connection((host, port)).close()  # It waits for the task.
+            placed.start([str(script)], {}, 3.0)
+            while placed.follow(False)[1] is None:
+                pass
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((host, port))
+            with pytest.raises(OSError, match="already in use"):
+                socket.create_server((host, int(port)))
+            set_accepting(placed._port, True)
+
+
 @pytest.mark.parametrize("engine", MODULES)
 def test_an_engine_that_is_not_installed_is_named_and_a_job_without_workers_refused(engine):
     run = {"ray": ray.run, "dask": dask.run}[engine]
@@ -238,8 +258,10 @@ def test_an_engine_that_is_not_installed_is_named_and_a_job_without_workers_refu
         run(print, 0)
 
 
-@pytest.mark.parametrize("options", [{"min_workers": 3}, {"min_workers": 1, "num_ps": 1}])
+@pytest.mark.parametrize(
+    "options", [{"min_workers": 0}, {"min_workers": 3}, {"min_workers": 1, "num_ps": 1}]
+)
 def test_an_elastic_job_that_can_not_be_is_refused(options):
     servers = options.pop("num_ps", 0)
-    with pytest.raises(ValueError, match="needs as many workers, and no servers"):
+    with pytest.raises(ValueError, match="from 1 to the number of workers, 2, without servers"):
         run_job(print, 2, servers, options, None, None, pickle.dumps)

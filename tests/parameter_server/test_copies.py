@@ -1,5 +1,6 @@
 """What a copy of a shard decides, and whom the witness lets lead: at most one copy leads."""
 
+import contextlib
 import os
 import random
 
@@ -9,6 +10,7 @@ import pytest
 import ndistribute as nd
 from ndistribute.parameter_server.copies import Witness, next_step, witness_of
 from ndistribute.parameter_server.messages import Beat, Vote
+from ndistribute.transport.reach import look_for
 from tests.kinds import closing
 from tests.processes import free_addresses
 
@@ -140,3 +142,43 @@ def test_servers_of_jobs_with_one_copy_make_no_other(monkeypatch, tmp_path):
     with servers[0], servers[1], closing(strategy), strategy.scope():
         nd.Variable(np.zeros(3)).assign_add(np.ones(3))
     assert {name.split(".")[0] for name in os.listdir(tmp_path)} == {"ps-0", "ps-1"}
+
+
+@pytest.mark.parametrize("durability", ["snapshot", "log"])
+@pytest.mark.parametrize("before", [1, 2])
+def test_snapshots_of_another_number_of_copies_are_refused(
+    monkeypatch, tmp_path, before, durability
+):
+    monkeypatch.setenv("NDISTRIBUTE_SECRET", "a secret of thirty-two characters")
+
+    def train(replicas):
+        cluster = free_addresses({"worker": 1, "ps": 2})
+        resolver = nd.SimpleClusterResolver(cluster, task_type="worker", task_id=0)
+        servers = [nd.Server(cluster, "ps", i, snapshot_directory=tmp_path) for i in range(2)]
+        with servers[0], servers[1], contextlib.ExitStack() as opened:
+            strategy = nd.ParameterServerStrategy(resolver, **how, replicas=replicas)
+            opened.enter_context(closing(strategy))
+            with strategy.scope():
+                variable = nd.Variable(np.zeros(3), name="w")
+            return variable.assign_add(np.ones(3)).numpy()[0]
+
+    how = {"durability": durability, "timeout_seconds": 20}
+    assert [train(before), train(before)] == [1, 2]
+    other = 3 - before
+    with pytest.raises(
+        ValueError, match=f"is of a strategy with replicas={before}, and .* has replicas={other}"
+    ):
+        train(other)
+    assert train(before) == 3
+
+
+def test_a_witness_serves_until_the_last_strategy_of_its_process_is_closed(monkeypatch):
+    monkeypatch.setenv("NDISTRIBUTE_SECRET", "a secret of thirty-two characters")
+    cluster = free_addresses({"worker": 1, "ps": 2})
+    resolver = nd.SimpleClusterResolver(cluster, task_type="worker", task_id=0)
+    with nd.Server(cluster, "ps", 0), nd.Server(cluster, "ps", 1):
+        strategies = [nd.ParameterServerStrategy(resolver, replicas=2) for _ in range(2)]
+        for strategy in strategies:
+            assert look_for(cluster["worker"][0]) == ""
+            strategy.close()
+        assert "nothing listens there" in look_for(cluster["worker"][0])

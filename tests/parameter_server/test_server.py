@@ -144,6 +144,27 @@ def test_a_snapshot_that_can_not_be_written_is_no_end_but_the_last_one_is_told(
         monkeypatch.setattr(tensor_files, "write", full)
 
 
+def test_what_fails_again_and_again_is_logged_once(tmp_path, caplog):
+    with serving(tmp_path) as (_, client):
+        client.ask(m.Create((new("w", ONES),)))
+        for _ in range(2):
+            with limited(100):
+                assert [client.ask(m.Status("snapshot")).kind for _ in range(3)] == ["full"] * 3
+            assert client.ask(m.Status("snapshot")).total == 0
+            client.ask(m.Delete(("w",)))
+    said = [" ".join(record.getMessage().split()[1:5]) for record in caplog.records]
+    assert said == ["could not write a", "can write a snapshot"] * 2
+
+
+def test_a_state_counts_all_changes_also_those_that_are_no_transactions(tmp_path):
+    for kept in (3, 6):
+        with serving(tmp_path) as (service, client):
+            client.ask(m.Create((new("w", ONES),)))
+            client.change(add("w", ONES), sequence=kept)
+            client.ask(m.Delete(("w",)))
+            assert service.store.kept == kept
+
+
 def test_snapshots_that_can_not_be_used_keep_a_server_from_starting(tmp_path):
     for data in ({"not": "a store"}, {"store": {"total": "one"}, "log": 1, "logged": False}):
         tensor_files.write(tmp_path, "ps-0", {}, data)

@@ -20,7 +20,6 @@ from ndistribute.errors import (
     WorkerLostError,
 )
 from ndistribute.transport.address import unix_name
-from ndistribute.transport.reach import unix_refused
 from ndistribute.transport.rpc import ClientCount, RpcServer
 from tests.processes import wait_until
 from tests.transport.ends import (
@@ -133,7 +132,7 @@ def test_waits_for_a_server_that_is_not_up_yet_and_gives_up_at_the_deadline():
 
 
 def test_a_client_may_bear_less_silence_than_its_process(caplog):
-    """A server that is stopped is lost to it alone, and is no proof that the server has ended."""
+    """A server that is stopped is lost to it alone."""
     with Child() as child:
         address = f"127.0.0.1:{child.run(SERVE.format(0))}"
         hasty = client_of(address, repeats=False, silence=0.3)
@@ -143,11 +142,9 @@ def test_a_client_may_bear_less_silence_than_its_process(caplog):
             child.signal(signal.SIGSTOP)
             with pytest.raises(WorkerLostError, match="nothing was heard of it for 0"):
                 hasty.call(Note(), SECONDS)
-            assert not unix_refused(address)
             call = patient.start(Note("late"), SECONDS)
             child.signal(signal.SIGCONT)
             assert call.result(time.monotonic() + SECONDS).text == "late"
-    assert unix_refused(address)
 
 
 def test_who_does_not_belong_learns_it_at_once(job):
