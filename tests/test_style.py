@@ -34,17 +34,17 @@ BUDGETS = {
     "graph": 4703,
     "jit": 1652,
     "launcher": 1827,
-    "models": 7303,
-    "optimizers": 1025,
+    "models": 7296,
+    "optimizers": 1046,
     "parameter_server": 2143,
-    "strategies": 2250,
+    "strategies": 2369,
     "task": 303,
-    "top level": 3132,
-    "transport": 2014,
-    "variables": 1146,
+    "top level": 3133,
+    "transport": 2020,
+    "variables": 1153,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 42525
+TESTS_BUDGET = 42757
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
