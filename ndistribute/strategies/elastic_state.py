@@ -70,9 +70,7 @@ class ReplicatedState:
         self._summed: list[_Summed] = []
         self._replicas, self._wide = 1, np.dtype(np.float64)
         # At the end of the last unit: the sums over all replicas, and what this process added.
-        self._sums: dict[Key, Array] = {}
-        self._parts: dict[Key, Array] = {}
-        self._latest: tuple[list[_Summed], Array, Array] | None = None  # Both, as vectors.
+        self._latest: tuple[list[_Summed], Array, Array] = [], np.zeros(1), np.zeros(1)
 
     def add(self, variable: Variable) -> None:
         """Add a new variable; it gets the value that was received for it."""
@@ -200,11 +198,14 @@ class ReplicatedState:
 
     def _joined(self, replica: int) -> Array:
         """Return the components of a replica as one vector of wide numbers; the last one is 0."""
-        joined = np.zeros(self._summed[-1].place.stop + 1 if self._summed else 1, self._wide)
+        joined = self._zeros()
         for each in self._summed:
             if each.cells:
                 joined[each.place] = to_host(_array_of(each.cells[replica])).ravel()
         return joined
+
+    def _zeros(self) -> Array:
+        return np.zeros(self._summed[-1].place.stop + 1 if self._summed else 1, self._wide)
 
     def set_sums(self, sums: Array, parts: Array) -> None:
         """Remember the sums over all replicas, and what this process added to them."""
@@ -212,21 +213,14 @@ class ReplicatedState:
 
     def known_sums(self) -> dict[str, Array]:
         """Return the sums that are known, by a text for each variable."""
-        self._unpack()
-        return {_text(key): value for key, value in self._sums.items()}
+        summed, sums, _ = self._latest
+        return {_text(each.key): sums[each.place] for each in summed}
 
     def growth(self, rank: int) -> dict[str, Array]:
         """Return what this process added to each known sum since then."""
-        self._unpack()
-        now = self.parts_of_sums(rank)
-        return {_text(s.key): now[s.place] - self._parts.get(s.key, 0) for s in self._summed}
-
-    def _unpack(self) -> None:
-        if self._latest is not None:
-            summed, sums, parts = self._latest
-            self._sums = {each.key: sums[each.place] for each in summed}
-            self._parts = {each.key: parts[each.place] for each in summed}
-            self._latest = None
+        summed, _, parts = self._latest
+        now, before = self.parts_of_sums(rank), {each.key: parts[each.place] for each in summed}
+        return {_text(s.key): now[s.place] - before.get(s.key, 0) for s in self._summed}
 
     # Changes of members.
 
@@ -241,7 +235,7 @@ class ReplicatedState:
             rank: the rank of this process in the new group.
         """
         self._list()
-        self._latest, self._sums, self._parts = None, {}, {}
+        given_out, totals = list[_Summed](), self._zeros()
         for each in self._summed:
             if (known := sums.get(_text(each.key))) is None:
                 continue
@@ -252,8 +246,9 @@ class ReplicatedState:
                     cell.apply(Write("assign", value))
                 elif not each.first_only:
                     cell.apply(Write("assign", np.zeros_like(to_host(cell.array))))
-            self._sums[each.key] = total
-            self._parts[each.key] = total if rank == 0 else np.zeros_like(total)
+            given_out.append(each)
+            totals[each.place] = total
+        self._latest = given_out, totals, self.parts_of_sums(rank)
 
     def described(self) -> list[tuple[str, int, str, tuple[int, ...]]]:
         """Return name, number, dtype and shape of each variable, in the order of `values`."""
