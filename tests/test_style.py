@@ -37,7 +37,7 @@ BUDGETS = {
     "models": 7296,
     "optimizers": 1046,
     "parameter_server": 2143,
-    "strategies": 2364,
+    "strategies": 2359,
     "task": 303,
     "top level": 3133,
     "transport": 2020,

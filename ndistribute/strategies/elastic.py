@@ -273,7 +273,7 @@ class ElasticSession:
             return call()
         is_kept = what and not self.in_loop
         if self.is_newcomer:
-            if is_kept and self._results.is_replayed:
+            if is_kept and self._results.theirs is not None:
                 return self._results.next(what)  # type: ignore[no-any-return]
             with self._inside():
                 return call()

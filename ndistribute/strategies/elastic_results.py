@@ -131,18 +131,16 @@ class LoopResults:
     >>> newcomer.replay(1, member.of(1))
     >>> float(newcomer.next("a reduction"))
     0.5
+
+    Attributes:
+        theirs: what others have read after a loop that this worker has skipped, if it has.
     """
 
     def __init__(self) -> None:
         self._noted: dict[str, list[Array | None]] = {}  # Since the last loop was begun.
-        self._theirs: dict[str, list[Array | None]] | None = None  # The same, of others.
+        self.theirs: dict[str, list[Array | None]] | None = None
         self._kept: dict[int, bytes] = {}  # By loop.
         self._size, self._room = 0, _MOST_BYTES
-
-    @property
-    def is_replayed(self) -> bool:
-        """Whether this worker has skipped the loop, and got the results of others."""
-        return self._theirs is not None
 
     def of(self, loop: int) -> bytes:
         """Return the results of a loop, once a later one has begun."""
@@ -159,7 +157,7 @@ class LoopResults:
         """Keep what was noted for newcomers, and begin anew."""
         if self._noted:
             self._keep(loop, pack(self._noted))
-        self._noted, self._theirs, self._room = {}, None, _MOST_BYTES
+        self._noted, self.theirs, self._room = {}, None, _MOST_BYTES
 
     def _keep(self, loop: int, data: bytes) -> None:
         self._kept[loop], self._size = data, self._size + len(data)
@@ -168,7 +166,7 @@ class LoopResults:
 
     def replay(self, loop: int, data: bytes) -> None:
         """Let `next` return what others have read after a loop."""
-        self._theirs = unpack(data) if data else {}
+        self.theirs = unpack(data) if data else {}
         self._keep(loop, data)
 
     def next(self, what: str) -> Any:
@@ -177,7 +175,7 @@ class LoopResults:
         Raises:
             NotAMember: the others have no such value.
         """
-        values = (self._theirs or {}).get(what)
+        values = (self.theirs or {}).get(what)
         data = values.pop(0) if values else None
         if data is None:
             raise NotAMember(

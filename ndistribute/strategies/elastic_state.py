@@ -62,7 +62,7 @@ class ReplicatedState:
         self._numbers, self._adding = itertools.count(), threading.Lock()
         self._kept_states: list[tuple[Any, Any]] = []
         self._in_unit = False
-        self._bytes = 0
+        self.is_small = False  # Whether all can be kept from unit to unit at little cost.
         self.keeps_all = False  # Whether all variables can be taken back, or only components.
         self._is_listed = False  # Whether the next three lists are those of the variables.
         self._cells: list[SnapshotArray] = []
@@ -80,7 +80,6 @@ class ReplicatedState:
         if isinstance(variable, SyncOnReadVariable) and variable.aggregation in _ADDED:
             first_only = variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA
             self._counted[key] = math.prod(variable._shape), first_only
-        self._bytes += variable._dtype.itemsize * math.prod(variable._shape)
         self._is_listed = False
         if (value := self._received.pop(key, None)) is not None:
             _set(variable, value, key)
@@ -111,11 +110,6 @@ class ReplicatedState:
                 holder.load_state_dict(state)
         self._plain_received = states
 
-    @property
-    def is_small(self) -> bool:
-        """Whether all variables can be kept from unit to unit at little cost."""
-        return self._bytes <= _SMALL_BYTES
-
     def first_value(self, name: str, initial: Array) -> Array | None:
         """Return the first value of the next variable of a name; None: all must agree on it."""
         key = name, self._made[name]
@@ -141,6 +135,8 @@ class ReplicatedState:
         self._is_listed = True
         self._cells, self._components, self._summed, size = [], [], [], 0
         alive = dict(self._each())
+        sizes = [each._dtype.itemsize * math.prod(each._shape) for each in alive.values()]
+        self.is_small = sum(sizes) <= _SMALL_BYTES
         for variable in alive.values():
             self._cells += variable._cells
             if isinstance(variable, SyncOnReadVariable):
