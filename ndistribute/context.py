@@ -214,6 +214,8 @@ class ReplicaContext:
                 return calls[0][0](self.strategy, *joined_args, **joined_kwargs)
 
         call = (fn, tuple(args), dict(kwargs or {}))
+        # The function may write variables, unless it only creates what other processes may have.
+        self.communicator.has_written |= self.communicator.part_of is None
         result = self.communicator.merge("merge_call", call, merged)
         return tree.select(result, self.local_replica_id, self.communicator.local_size)
 

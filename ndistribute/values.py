@@ -123,7 +123,8 @@ class PerReplica(DistributedValues):
     '0.500'
     """
 
-    __slots__ = ()
+    # Of a result of `run` where workers come and go: how many changes of them came before it.
+    __slots__ = ("_changes",)
 
 
 class Mirrored(DistributedValues):

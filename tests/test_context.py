@@ -63,7 +63,7 @@ def test_a_scope_makes_its_strategy_current_across_replicas(pair):
 
 def test_type_checkers_know_what_the_current_strategy_offers():
     inside = {"across_workers", "agree_on", "attempt", "let_go", "make_group", "make_variable"}
-    inside |= {"note_variable", "note_write"}
+    inside |= {"note_variable"}
     for name, method in inspect.getmembers(nd.Strategy, inspect.isfunction):
         if not name.startswith("_") and name not in inside:
             known = inspect.signature(getattr(StrategyLike, name)).parameters

@@ -34,17 +34,17 @@ BUDGETS = {
     "graph": 4703,
     "jit": 1652,
     "launcher": 1808,
-    "models": 7348,
-    "optimizers": 1025,
+    "models": 7341,
+    "optimizers": 1046,
     "parameter_server": 2190,
-    "strategies": 2263,
+    "strategies": 2372,
     "task": 303,
-    "top level": 3217,
-    "transport": 2016,
-    "variables": 1146,
+    "top level": 3218,
+    "transport": 2022,
+    "variables": 1153,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 42914
+TESTS_BUDGET = 43146
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

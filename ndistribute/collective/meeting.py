@@ -41,7 +41,7 @@ from ndistribute.transport.address import address_of, split_address
 from ndistribute.transport.codec import Record
 from ndistribute.transport.failure_detector import silence_seconds
 from ndistribute.transport.listener import listen
-from ndistribute.transport.reach import tcp_socket
+from ndistribute.transport.reach import refuses
 from ndistribute.transport.rpc import Client, Peer, RpcServer
 from ndistribute.transport.secret import credentials_of
 from ndistribute.transport.waiting import WaitReport
@@ -66,7 +66,9 @@ class JobOver(errors.DistributeError):
 
 
 class LoopOver(errors.DistributeError):
-    """The loop in which a newcomer waits to join has come to its end."""
+    """The loop in which a newcomer waits to join has come to its end, with results."""
+
+    results: bytes = b""
 
 
 _ANSWERS = JobStatus | RosterPlan | Redirection
@@ -103,6 +105,7 @@ class Meetings:
             what = f"min_workers is {limits.min_workers}, and the cluster has {len(addresses)}"
             raise ValueError(f"{what} workers: lower it, or give more workers an address.")
         self.roster: Roster | None = None
+        self.results_of: Callable[[int], bytes] = lambda loop: b""  # For newcomers that skip it.
         self._addresses, self._index, self._task = list(addresses), index, task
         self._timeout, self._silence = timeout, silence_seconds()
         self._credentials = credentials_of(addresses)
@@ -190,17 +193,19 @@ class Meetings:
         in_order, since = False, time.monotonic()
         with self._arriving(report) as (arrival, listener):
             for _ in Attempts(float("inf"), *_PAUSES, wait=self._closing.wait):
-                status, silent = self._survey()
+                status, silent = self._survey(report.loop)
                 if status is None:
                     late = time.monotonic() - since > _OVER_SECONDS
                     if in_order and (late or not silent):
-                        raise JobOver(f"the job for which {self._task} waited has ended.")
+                        raise JobOver(f"the job ended before {self._task} could join it.")
                     if late:
                         what = f"no worker of the job that {self._task} waits for answers any more"
                         raise errors.WorkerLostError(f"{what}: they were lost. Start it again.")
                     continue
                 if status.loop > report.loop + (not status.admits):
-                    raise LoopOver(f"the job of {self._task} is past loop {report.loop}.")
+                    over = LoopOver(f"the job of {self._task} is past loop {report.loop}.")
+                    over.results = status.results
+                    raise over
                 if status.loop > report.loop:  # Another loop may begin, or the job end.
                     self._closing.wait(_LOOK_SECONDS / 4)
                     in_order, since = True, time.monotonic()
@@ -263,7 +268,8 @@ class Meetings:
             if isinstance(request, Inquiry):
                 if request.leaving:
                     self._lose(request.leaving)
-                return self._status()
+                results = self.results_of(request.loop)
+                return msgspec.structs.replace(self._status(), results=results)
             if (reply := self._answer_to(request)) is None:
                 self._meeting.arrive(request)
                 self._peers[request.member.instance] = peer, call, time.monotonic()
@@ -453,7 +459,8 @@ class Meetings:
         """Return whether a member answers; record what that proves of it, and of this process."""
         status, last = self._ask_at(member.address, Inquiry()), self._rosters[-1:]
         if status is None:
-            ended = member.machine != self.member.machine and _refuses(member.address)
+            elsewhere = member.machine != self.member.machine
+            ended = elsewhere and refuses(member.address, _REACH_SECONDS)
         else:
             ended = status.instance != member.instance or status.number < 0
             later = any(roster.number <= status.number for roster in last)
@@ -519,10 +526,10 @@ class Meetings:
         self.roster, self._established, self._accepted = None, None, ()
         self.member = msgspec.structs.replace(self.member, instance=secrets.token_hex(8))
 
-    def _survey(self) -> tuple[JobStatus | None, bool]:
+    def _survey(self, loop: int = 0) -> tuple[JobStatus | None, bool]:
         """Return the status of a running job, if any, and whether somebody did not answer."""
         begun = time.monotonic()
-        for status in self._ask({*self._addresses} - {self.member.address}, Inquiry()):
+        for status in self._ask({*self._addresses} - {self.member.address}, Inquiry(loop=loop)):
             if status is not None and status.number > 0:
                 return status, False
         return None, time.monotonic() - begun > _REACH_SECONDS / 2
@@ -589,12 +596,3 @@ def _start_of(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
-
-
-def _refuses(address: str) -> bool:
-    """Return True if nothing listens at an address of a host that answers."""
-    try:
-        tcp_socket(address, time.monotonic() + _REACH_SECONDS).close()
-    except OSError as error:
-        return isinstance(error, ConnectionRefusedError)
-    return False

@@ -91,6 +91,7 @@ class WorkerReport(Record, frozen=True):
     prepared: bool = False
     clean: bool = True
     kept: bool = False
+    uncounted: bool = False  # Whether its unit is complete without the sums at its end.
     loop: int = 0
     input: int = 0
     batch: int = 0
@@ -140,12 +141,14 @@ class JobStatus(Record, frozen=True):
     admits: bool = False  # Whether newcomers may join in it.
     address: str = ""  # Where newcomers wait.
     members: tuple[str, ...] = ()  # Instances that belong to it, or may belong to it.
+    results: bytes = b""  # Of the loop that was asked for.
 
 
 class Inquiry(Record, frozen=True):
     """The question for the `JobStatus`, or the good-bye of a member."""
 
     leaving: str = ""  # The instance of the member.
+    loop: int = 0  # Whose results a newcomer wants, if it is over.
 
 
 class Redirection(Record, frozen=True):

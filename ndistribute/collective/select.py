@@ -264,7 +264,6 @@ def join_members(
     check: Callable[[], None] = lambda: None,
     *,
     over_mpi: bool = False,
-    may_use_nccl: bool = True,
 ) -> Workers:
     """Return the group of the processes that know of each other, once all have joined.
 
@@ -273,9 +272,7 @@ def join_members(
     peers = ControlPlane(info, options.timeout, check)
     try:
         _check_alike(peers, options)
-        workers = Workers(peers, _process_backend(peers, options, over_mpi), devices, options)
-        workers.may_use_nccl = may_use_nccl
-        return workers
+        return Workers(peers, _process_backend(peers, options, over_mpi), devices, options)
     except BaseException as error:
         peers.abort(error)
         peers.close()

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from ndistribute.data.sources import has_state
-from ndistribute.optimizers import GradientAccumulation, LossScale, Optimizer
+from ndistribute.optimizers import Optimizer
 
 
 def is_outside(strategy: Any) -> bool:
@@ -32,6 +32,7 @@ def sharing(session: Any, share: Callable[[], Any], take: Callable[[Any], Any]) 
     session.share, session.take = share, take
     try:
         yield
+        session.note_share()
     finally:
         session.share, session.take = before
 
@@ -47,7 +48,6 @@ def training_loop(model: Any, batches: Any) -> Iterator[bool]:
         yield True
         return
     with sharing(session, partial(_shared, model), partial(_take, model)):
-        _check_sums(model)
         session.begin_loop(position)
         try:
             batches.admits = True
@@ -56,16 +56,6 @@ def training_loop(model: Any, batches: Any) -> Iterator[bool]:
             yield session.join()
         finally:
             session.end_loop()
-
-
-def _check_sums(model: Any) -> None:
-    for each in _optimizers(model):
-        if isinstance(each, LossScale) and isinstance(each.inner, GradientAccumulation):
-            raise ValueError(
-                "LossScale(GradientAccumulation(...)): each replica has the sums of all, which do "
-                "not fit another number of workers. With elastic workers, leave out one of them: "
-                "float16 layers need LossScale, so pass a larger batch_size instead."
-            )
 
 
 def _optimizers(model: Any) -> list[Any]:

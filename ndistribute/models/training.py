@@ -28,7 +28,7 @@ from ndistribute.models.checkpoint import Weights, by_every_worker, check_absent
 from ndistribute.models.chief import Chief, schedules_steps
 from ndistribute.models.fingerprint import fingerprint
 from ndistribute.models.layers.layer import Layer
-from ndistribute.models.newcomers import is_outside, sharing, training_loop
+from ndistribute.models.newcomers import sharing, training_loop
 from ndistribute.models.position import NO_BATCHES, TrainingPosition, warn_of_end
 from ndistribute.models.training_steps import TrainingSteps
 
@@ -57,8 +57,8 @@ class Trainer(TrainingSteps):
     ) -> History:
         """Train the model, and return the metrics of each epoch.
 
-        Where workers come and go, a newcomer joins in the running step, unless the others have
-        ended the training: its history is empty then.
+        Where workers come and go, a newcomer joins in the running step. If the others have ended
+        the training, it gets their history.
 
         Args:
             x: a nest of arrays, or a dataset of batches ``(x, y)`` or ``(x, y, sample_weight)`` of
@@ -134,7 +134,7 @@ class Trainer(TrainingSteps):
             called.call("on_train_begin", {})
             with loop as is_running:
                 while is_running and position.epoch < epochs and not self.stop_training:
-                    if not position.step:
+                    if not (position.step or position.has_joined):
                         self.reset_metrics()
                     called.call("on_epoch_begin", position.epoch, {})
                     run_epoch(called)
@@ -170,7 +170,7 @@ class Trainer(TrainingSteps):
     ) -> Any:
         """Return the loss and the metrics over data.
 
-        A newcomer that joins its job after this evaluation has counted nothing.
+        A newcomer that joins its job after this evaluation gets what the others got.
 
         Args:
             x: a nest of arrays, or a dataset as for `fit`.
@@ -199,7 +199,7 @@ class Trainer(TrainingSteps):
                 self._run("_test_step", batch)
                 self._end_batch(end, len(made))
                 made.append(None)
-            if not made and not is_outside(self.strategy):
+            if not made:
                 raise ValueError(NO_BATCHES.format("evaluate"))
             if made and steps is not None and len(made) < steps:
                 warn_of_end("evaluate", len(made), f"steps={steps}")
@@ -278,7 +278,7 @@ class Trainer(TrainingSteps):
     ) -> Any:
         """Return the predictions for all examples, in their order, as arrays on the host.
 
-        A newcomer that joins its job after this prediction gets no rows.
+        A newcomer that joins its job after this prediction gets what the others got.
 
         Args:
             x: a nest of arrays, or a dataset of batches ``x``, ``(x,)`` or ``(x, y)``.
@@ -299,9 +299,6 @@ class Trainer(TrainingSteps):
                 parts.append(strategy.attempt(functools.partial(self._outputs, batch)))
                 called.call("on_predict_batch_end", number, {"outputs": parts[-1]})
             called.call("on_predict_end", {})
-            if not parts and is_outside(strategy):  # Others have predicted: return no rows.
-                outputs = self._outputs(next(iter(strategy.distribute_dataset(data))))
-                parts = [tree.map_leaves(lambda rows: rows[:0], outputs)]
         if not parts:
             raise ValueError(NO_BATCHES.format("predict"))
         self._show(verbose, {}, f"Predicted {len(parts)} batches.")

@@ -259,8 +259,12 @@ class TrainingSteps(Layer):
     def reset_metrics(self) -> None:
         """Forget all examples; called before each epoch and each evaluation."""
         known = [*self._objective.named.values(), *self.metrics]
-        for metric in {id(metric): metric for metric in known}.values():
-            metric.reset_state()
+
+        def reset() -> None:
+            for metric in {id(metric): metric for metric in known}.values():
+                metric.reset_state()
+
+        self.strategy.attempt(reset)
 
     # The steps on a replica, of which a strategy or XLA runs those in `_steps`.
 
@@ -448,8 +452,12 @@ class TrainingSteps(Layer):
 
     def _results(self) -> dict[str, Any]:
         """Return the logs of an epoch or an evaluation, of all replicas."""
-        logs = self._named_metrics() if self.position.logs is None else self.position.logs
-        return self._numbers(logs, "result")
+
+        def read() -> dict[str, Any]:
+            logs = self._named_metrics() if self.position.logs is None else self.position.logs
+            return self._numbers(logs, "result")
+
+        return self.strategy.attempt(read, "the results")  # type: ignore[no-any-return]
 
     def _numbers(self, logs: Mapping[str, Any], of_metric: str) -> dict[str, Any]:
         """Return the values of metrics, or the mean of a number over replicas, by name."""

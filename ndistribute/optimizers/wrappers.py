@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,7 +65,8 @@ class GradientAccumulation(_Wrapper):
     """An optimizer that makes one step, with one all-reduce, for several batches.
 
     Each replica adds up its own gradients. At every n-th call of `apply_gradients` their mean over
-    the calls is handed to the inner optimizer.
+    the calls is handed to the inner optimizer. Where workers come and go, each call has an
+    all-reduce, so that no gradient is lost with its worker.
 
     Args:
         inner: the optimizer that makes the steps.
@@ -100,12 +101,13 @@ class GradientAccumulation(_Wrapper):
         wanted = list(variables)
         check_whole(wanted, "its gradients cannot be accumulated.")
         self.inner.build(wanted)
-        kind: Any = {"trainable": False, "synchronization": "on_read", "aggregation": "sum"}
         for variable in wanted:
             if variable not in self._sums:
                 name = f"{variable.name}/{self.name}/gradient_sum"
-                zeros = np.zeros(variable.shape, variable.dtype)
-                self._sums[variable] = Variable(zeros, name=name, **kind)
+                zeros, kind = np.zeros(variable.shape, variable.dtype), dict[str, Any]()
+                if variable.distribute_strategy.session is None:  # Else all have the sums of all.
+                    kind = {"synchronization": "on_read", "aggregation": "sum"}
+                self._sums[variable] = Variable(zeros, name=name, trainable=False, **kind)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of calls, and how many make a step."""
@@ -133,6 +135,9 @@ class GradientAccumulation(_Wrapper):
                     replica.merge_call(lambda _: self.build(variables))
         get_strategy().note_state(self)
         is_due = self._count_call()
+        if replica is not None and get_strategy().session is not None:
+            self._apply_elastic(pairs, replica, is_due, skip_gradients_aggregation)
+            return
         for gradient, variable in pairs:
             if isinstance(gradient, IndexedSlices):
                 self._sums[variable].scatter_add(gradient)
@@ -147,6 +152,27 @@ class GradientAccumulation(_Wrapper):
         self.inner.apply_gradients(means, skip_gradients_aggregation)
         for _, variable in pairs:
             self._sums[variable].assign(np.zeros(variable.shape, variable.dtype))
+
+    def _apply_elastic(
+        self, pairs: Sequence[tuple[Any, Variable]], replica: Any, is_due: bool, is_summed: bool
+    ) -> None:
+        """Add gradients to the sums over all replicas, or make a step; write the sums last."""
+        here = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
+        gradients, variables = map(list, zip(*here, strict=True)) if here else ([], [])
+        if not is_summed:
+            gradients = sum_over(replica, gradients, variables)
+        dense = [g.to_dense() if isinstance(g, IndexedSlices) else as_array(g) for g in gradients]
+        sums = {v: as_array(self._sums[v]) + g for v, g in zip(variables, dense, strict=True)}
+        if is_due:
+            means = [(sums[v] / self.steps if v in sums else None, v) for _, v in pairs]
+            self.inner.apply_gradients(means, skip_gradients_aggregation=True)
+            sums = {v: np.zeros_like(total) for v, total in sums.items()}
+
+        def write(_: Any) -> None:  # Once for all replicas of this process.
+            for variable, total in sums.items():
+                self._sums[variable].assign(total.astype(variable.dtype, copy=False))
+
+        replica.merge_call(write)
 
     def _count_call(self) -> bool:
         """Count a call of this replica, and return whether it makes a step."""

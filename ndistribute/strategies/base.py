@@ -33,7 +33,7 @@ from ndistribute.strategies.replicas import ReplicaPool
 from ndistribute.transport.failure_detector import not_for_forks
 from ndistribute.values import PerReplica
 from ndistribute.variables.mirrored import MirroredVariable, ShardedVariable, SyncOnReadVariable
-from ndistribute.variables.policy import VariablePolicy, VariableSynchronization, Write
+from ndistribute.variables.policy import VariablePolicy, VariableSynchronization
 from ndistribute.variables.variable import Variable
 
 # How long `run` waits for another thread's `run` of the same strategy.
@@ -102,7 +102,7 @@ class Strategy:
     #: Names that `dir` and completion omit: only the package and extensions of it use them.
     _internal = frozenset(
         "across_workers agree_on attempt batch_scale input_topology is_default let_go make_group "
-        "make_variable needs_equal_parts note_state note_variable note_write numbers regroup "
+        "make_variable needs_equal_parts note_state note_variable numbers regroup "
         "replica_contexts running_on serial session "
         "variable_kinds".split()
     )
@@ -164,8 +164,13 @@ class Strategy:
 
     # Methods that variables and input pipelines call.
 
-    def across_workers(self, value: Any) -> Any:
-        """Return a nest in which each `PerReplica` has the components of all processes."""
+    def across_workers(self, value: Any, *, whole: bool = False) -> Any:
+        """Return a nest in which each `PerReplica` has the components of all processes.
+
+        Args:
+            value: the nest, with the components of this process.
+            whole: whether to raise if it lacks those of workers that were lost.
+        """
         workers = self._workers
         return value if workers is None else reductions.components_of_workers(value, workers)
 
@@ -177,10 +182,11 @@ class Strategy:
         chiefs = self._workers.agree(np.asarray(to_host(initial_value)), what)
         return copy_to(np.asarray(chiefs), device_of(initial_value))
 
-    def attempt(self, call: Callable[[], T]) -> T:
+    def attempt(self, call: Callable[[], T], what: str = "") -> T:
         """Return what a function returns, which may involve other workers.
 
-        Where workers come and go, the function is called again until all have completed it.
+        Where workers come and go, the function is called again until all have completed it. If it
+        says what it returns, that is the same on all workers; newcomers to a later loop get it.
         """
         return call()
 
@@ -189,9 +195,6 @@ class Strategy:
 
     def note_state(self, holder: Any) -> None:
         """Take notice of what has a state of plain values that steps change."""
-
-    def note_write(self, variable: Variable, write: Write) -> None:
-        """Take notice of a write outside of replicas to a variable with components."""
 
     @property
     def input_topology(self) -> Topology:
@@ -322,7 +325,7 @@ class Strategy:
             count = self.num_replicas_in_sync
             return reductions.reduce_value(op, everyone, axis, self.devices[0], count)
 
-        return self.attempt(reduced)
+        return self.attempt(reduced, "a reduction")
 
     def gather(self, value: Any, axis: int) -> Any:
         """Return the components of all replicas, concatenated in replica order.
@@ -338,11 +341,11 @@ class Strategy:
         self._cross_replica_frame("gather", "all_gather")
 
         def gathered() -> Any:
-            everyone = self.across_workers(value)
+            everyone = self.across_workers(value, whole=True)
             count = self.num_replicas_in_sync
             return reductions.gather_value(everyone, axis, self.devices[0], count)
 
-        return self.attempt(gathered)
+        return self.attempt(gathered, "a gathered value")
 
     def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Return a dataset that splits each global batch into one part per replica.

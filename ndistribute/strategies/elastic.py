@@ -1,9 +1,9 @@
 """`ElasticSession`: a worker of a job whose members change, and the units of its work.
 
-A unit is what all members complete or none: a step, a reduction, the read of a variable that is
-synchronized on read. At its end the members meet once more, the commit. If one is lost, those who
-remain agree on the next membership, form a new group, and complete the unit or run it again. A
-newcomer gets its state from them. The iterator of the loop cuts the batch of the unit anew.
+A unit is what all members complete or none: a step, a reduction, the read or write of a variable
+that is synchronized on read. At its end the members meet once more, the commit. If one is lost,
+those who remain agree on the next membership, form a new group, and complete the unit or run it
+again. A newcomer gets its state from them. The loop's iterator cuts the batch of the unit anew.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from fractions import Fraction
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from ndistribute import context, tree
+from ndistribute import context
 from ndistribute.cluster import ClusterResolver
 from ndistribute.collective.communicator import (
     CommunicationImplementation,
@@ -37,9 +38,9 @@ from ndistribute.data import Topology
 from ndistribute.devices import Device
 from ndistribute.errors import WorkerLostError
 from ndistribute.strategies.elastic_input import ElasticIterator
+from ndistribute.strategies.elastic_results import LoopResults, UnitOutcome, outcome_of
 from ndistribute.strategies.elastic_state import ReplicatedState
 from ndistribute.timeline import identify, recorded
-from ndistribute.values import PerReplica
 
 T = TypeVar("T")
 _PREEMPTED = 128 + signal.SIGTERM
@@ -49,49 +50,6 @@ _log = logging.getLogger("ndistribute")
 
 class _NewcomersWaitError(WorkerLostError):
     """The reason for a change in which nobody is lost."""
-
-
-class UnitOutcome(NamedTuple):
-    """What becomes of the unit in which the members changed."""
-
-    commits: list[bool]  # For each member, whether its unit is complete.
-    source: int  # The member that gives its state to those who lack it.
-    lacks: list[bool]  # For each member, whether it lacks the state.
-    uncounted: bool = False  # Whether nobody knows the sums at the end of the unit.
-
-
-def outcome_of(reports: Sequence[WorkerReport]) -> UnitOutcome:
-    """Return what becomes of the unit, from what the members report, in rank order.
-
-    Whoever passed the commit of a unit knows that all had completed it. Otherwise all run it again,
-    with the state of one that has written nothing or can take it back. If all have completed it and
-    none can take it back, it is complete.
-
-    Raises:
-        WorkerLostError: some have written a part of a step, and none has the state before it.
-
-    >>> a, b = WorkerReport(unit=3, prepared=True, clean=False), WorkerReport(unit=3)
-    >>> outcome_of([a, b])  # The second gives its state to the first, and both run the unit again.
-    UnitOutcome(commits=[False, False], source=1, lacks=[True, False], uncounted=False)
-    """
-    present = [k for k, report in enumerate(reports) if not report.newcomer]
-    last = max(reports[k].unit for k in present)
-    ahead = [k for k in present if reports[k].unit == last]
-    newcomers = [report.newcomer for report in reports]
-    if len(ahead) < len(present):
-        return UnitOutcome(
-            [k in present and k not in ahead for k in range(len(reports))], ahead[0], newcomers
-        )
-    whole = [k for k in present if reports[k].clean or reports[k].kept]
-    if whole:
-        lacks = [k not in whole for k in range(len(reports))]
-        return UnitOutcome([False] * len(reports), whole[0], lacks)
-    if all(reports[k].prepared for k in present):
-        return UnitOutcome([not new for new in newcomers], present[0], newcomers, uncounted=True)
-    raise WorkerLostError(
-        "a worker was lost between two updates of one step, and no other has the state before it, "
-        "because earlier calls of this function made one update: restore the last checkpoint."
-    )
 
 
 class ElasticSession:
@@ -119,6 +77,7 @@ class ElasticSession:
         self.state = ReplicatedState()
         self.users_call = ""
         self.changes = 0  # The number of changes of members that this worker has taken part in.
+        self.warned = 0  # The same when results were used that lacked values.
         self.last_change = ""  # The membership that it led to, and who came and went.
         self.workers: Workers | None = None  # The others; None: there are none.
         self.loop = 0  # The number of loops that were begun.
@@ -126,15 +85,18 @@ class ElasticSession:
         self.inputs = 0  # How often another one came into use, alike on all members.
         self.at_batch = False  # Whether the next unit is the first one with a batch of the loop.
         self.share: Callable[[], Any] = lambda: None  # What the loop gives to newcomers,
-        self.take: Callable[[Any], None] = lambda shared: None  # and what they do with it.
+        self.take: Callable[[Any], None] | None = None  # and what they do with it.
         self._strategy: Callable[[], Any] = lambda: None
         self._owner: Callable[[], Any] = lambda: None  # Of the loop.
         self._unit = self._depth = 0
+        self._uncounted = False  # Whether the last unit is complete, and nobody knows its sums.
         self._result: Any = None
-        self._admits = self._preempted = False
+        self._results = LoopResults()  # Of the loop that was begun last.
+        self._admits = self._preempted = self._is_closed = False
         self._waits_after_writes: dict[Hashable, bool] = {}  # By function.
         self._closing: list[threading.Thread] = []
         self._meetings = Meetings(addresses, index, task, limits, options.timeout)
+        self._meetings.results_of = self._results.of
         names = [f"worker {number}" for number in range(len(addresses))]
         identify(names[index], names, settles=True)  # Its rank may change.
         try:
@@ -158,8 +120,24 @@ class ElasticSession:
         if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._on_notice)
 
+    def end(self) -> None:
+        """Leave the job at the end of the program.
+
+        Raises:
+            NotAMember: this worker has not joined it, and knows nothing of its results.
+        """
+        never, error = self.is_newcomer, sys.exception()
+        self.close()
+        if never and error is None:
+            raise NotAMember(
+                "this worker ends, and has not joined its job, which ran when it came: its "
+                "variables are not those of the job. All workers must run the same loops over "
+                "strategy.elastic(...)."
+            )
+
     def close(self) -> None:
         """Leave the job, and free all resources."""
+        self._is_closed = True
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(signal.SIGTERM) == self._on_notice:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -174,7 +152,7 @@ class ElasticSession:
     def _on_notice(self, signum: int, frame: object) -> None:
         """Hand over at the end of the unit, or now between units."""
         self._preempted = True
-        if not self._depth:
+        if self.is_newcomer or not self._depth:
             self._hand_over()
 
     def _hand_over(self) -> None:
@@ -231,6 +209,7 @@ class ElasticSession:
 
     def begin_loop(self, owner: Any) -> None:
         """Begin a loop, which lasts until `end_loop`, or until nobody holds its owner."""
+        self._results.end(self.loop)
         self.loop += 1
         self._owner = weakref.ref(owner)
 
@@ -251,21 +230,29 @@ class ElasticSession:
         if self.is_newcomer:
             try:
                 self._change(False)
-            except LoopOver:
+            except LoopOver as error:
                 level = logging.DEBUG if self.loop > 1 else logging.WARNING
                 text = (
                     "loop %d ended before this worker came: it is skipped, as later ones that ended"
                 )
                 _log.log(level, text, self.loop)
+                self._results.replay(self.loop, error.results)
+                if self.take is not None:
+                    self.take(self._results.next("the end of the loop"))
                 self.end_loop()
                 return False
-            except JobOver:
-                _log.info("the job has ended before this worker joined")
+            except JobOver as error:
+                _log.error("%s It has no results.", error)
                 self.close()
-                raise SystemExit(0) from None
+                raise SystemExit(_PREEMPTED) from None
         self._admits = True
         self._meetings.tell(self.loop, admits=True)
         return True
+
+    def note_share(self) -> None:
+        """Keep what the loop gives to newcomers, for those who skip it."""
+        if not self.is_newcomer:
+            self._results.note("the end of the loop", self.share())
 
     def end_loop(self) -> None:
         """End the loop; newcomers wait for the next one."""
@@ -274,15 +261,22 @@ class ElasticSession:
 
     # Units.
 
-    def attempt(self, call: Callable[[], T], function: Hashable = None) -> T:
+    def attempt(self, call: Callable[[], T], function: Hashable = None, what: str = "") -> T:
         """Return what a function returns, once all members have completed it.
 
         Args:
             call: called again if members change before that.
             function: what identifies the step that it runs; None: it writes no variables.
+            what: what it returns, if that is the same on all members.
         """
-        if self._depth or self.is_newcomer:
+        if self._depth or self._is_closed:
             return call()
+        is_kept = what and not self.in_loop
+        if self.is_newcomer:
+            if is_kept and self._results.theirs is not None:
+                return self._results.next(what)  # type: ignore[no-any-return]
+            with self._inside():
+                return call()
         keeps = function is not None and (
             self.state.is_small or self._waits_after_writes.get(function, True)
         )
@@ -296,6 +290,8 @@ class ElasticSession:
             waits = self._waits_after_writes.get(function, False)
             waits |= any(each.waited_since for each in self._communicators)
             self._waits_after_writes[function] = waits
+        if is_kept and self.loop:
+            self._results.note(what, result)
         if self._preempted:
             self._hand_over()
         return result  # type: ignore[no-any-return]
@@ -317,16 +313,6 @@ class ElasticSession:
             except WorkerLostError as error:
                 if self._change_after(error, prepared):
                     return
-
-    def check_cut_anew(self, *args: Any) -> None:
-        """Raise an error if the input of a step that runs again is not the batch of the loop."""
-        values = [leaf for leaf in tree.flatten(args) if isinstance(leaf, PerReplica)]
-        if values and not (self.input is not None and self.input.holds(values)):
-            raise WorkerLostError(
-                "the workers have changed, and this step gets values that are not parts of its "
-                "loop's batch, so they cannot be cut anew: iterate over strategy.elastic(batches), "
-                "and pass run what that gives."
-            )
 
     def collect(self, call: Callable[[], T]) -> T:
         """Return what a function returns that takes input; it is called again after a change."""
@@ -395,6 +381,7 @@ class ElasticSession:
                     self._form(joined)
                     self.changes += 1
                     if outcome.commits[rank]:
+                        self._uncounted = outcome.uncounted
                         complete, clean, self._unit = True, True, self._unit + 1
                         self.state.end()
                         self.at_batch = False
@@ -422,6 +409,7 @@ class ElasticSession:
             prepared=prepared,
             clean=clean,
             kept=self.state.keeps_all,
+            uncounted=self._uncounted,
             loop=self.loop,
             input=0 if iterator is None else self.inputs,
             batch=0 if iterator is None else iterator.wanted,
@@ -459,8 +447,8 @@ class ElasticSession:
                 self._devices,
                 self._options,
                 partial(self._meetings.check, joined.plan),
-                may_use_nccl=False,
             )
+            self.workers.may_use_nccl = False
         else:
             joined.info.listener.close()
 
@@ -492,6 +480,8 @@ class ElasticSession:
         if outcome.uncounted:
             _log.warning("metrics lack what lost workers counted in unit %d", self._unit)
             mine["growth"] = self.state.growth(rank)
+        if fresh := self.state.fresh():
+            mine["fresh"] = fresh
         if iterator is not None and reports[rank].batch == number:
             mine["input"] = iterator.state()
         everyone = [mine] if self.workers is None else all_gather_object(self.workers, mine)
@@ -500,16 +490,20 @@ class ElasticSession:
             values = self._passed_on(source["variables"], outcome.source)
             if outcome.lacks[rank]:
                 self.state.receive(source["variables"], values, mirrored=not self.is_newcomer)
+        for each in everyone:
+            self.state.receive_fresh(each.get("fresh", ()))
         self._strategy().regroup(self.workers, self.changes)
         self.state.give_out_sums(
             source["sums"], [each.get("growth", {}) for each in everyone], rank
         )
+        self._uncounted = False
         if self.is_newcomer:
             self._unit, self.inputs = source["unit"], source["inputs"]
             self._first_size = source["first_size"]
             self.state.receive_plain(dict(source["plain"]))
             context.restore_seed(int(source["seed"][0]), source["seed"][1])
-            self.take(source["shared"])
+            if self.take is not None:
+                self.take(source["shared"])
         if iterator is not None:
             if self.is_newcomer:
                 iterator.number = number - (not iterator._in_body)

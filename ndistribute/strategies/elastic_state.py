@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -49,51 +50,54 @@ class ReplicatedState:
         # A freed variable stays here: each worker frees it at its own time, and the vectors of all
         # must have the same places.
         self._counted: dict[Key, tuple[int, bool]] = {}
-        self._keys: dict[int, Key] = {}  # By the variable's id.
         self._made = Counter[str]()
-        self._received: dict[Key, Array] = {}  # Of variables that are not made yet.
+        # Of variables that are not made yet: values at another unit, and first values.
+        self._received: dict[Key, Array] = {}
+        self._agreed: dict[Key, Array] = {}
+        self._fresh: list[Key] = []  # Those made in this unit.
         self._kept: list[tuple[SnapshotArray, Array]] = []
         # What has a state of plain values, with its number; and the states of what comes later.
         self._plain = weakref.WeakKeyDictionary[Any, int]()
         self._plain_received: dict[int, Any] = {}
-        self._numbers = itertools.count()
+        self._numbers, self._adding = itertools.count(), threading.Lock()
         self._kept_states: list[tuple[Any, Any]] = []
         self._in_unit = False
-        self._bytes = 0
+        self.is_small = False  # Whether all can be kept from unit to unit at little cost.
         self.keeps_all = False  # Whether all variables can be taken back, or only components.
         self._is_listed = False  # Whether the next three lists are those of the variables.
         self._cells: list[SnapshotArray] = []
         self._components: list[SnapshotArray] = []
         self._summed: list[_Summed] = []
-        self._replicas, self._rank, self._wide = 1, 0, np.dtype(np.float64)
+        self._replicas, self._wide = 1, np.dtype(np.float64)
         # At the end of the last unit: the sums over all replicas, and what this process added.
-        self._sums: dict[Key, Array] = {}
-        self._parts: dict[Key, Array] = {}
-        self._latest: tuple[list[_Summed], Array, Array] | None = None  # Both, as vectors.
+        self._latest: tuple[list[_Summed], Array, Array] = [], np.zeros(1), np.zeros(1)
 
     def add(self, variable: Variable) -> None:
         """Add a new variable; it gets the value that was received for it."""
         key = variable.name, self._made[variable.name]
         self._made[variable.name] += 1
-        self._keys[id(variable)] = key
         self._variables[key] = weakref.ref(variable, self._list_anew)
         if isinstance(variable, SyncOnReadVariable) and variable.aggregation in _ADDED:
             first_only = variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA
             self._counted[key] = math.prod(variable._shape), first_only
-        self._bytes += variable._dtype.itemsize * math.prod(variable._shape)
         self._is_listed = False
         if (value := self._received.pop(key, None)) is not None:
             _set(variable, value, key)
         if self._in_unit:
+            self._fresh.append(key)
             self._kept += [(cell, _array_of(cell)) for cell in variable._cells]
 
     def add_plain(self, holder: Any) -> None:
         """Add what has a state of plain values, such as a count of calls, before a call."""
-        if holder not in self._plain:
-            self._plain[holder] = number = next(self._numbers)
-            if (state := self._plain_received.pop(number, None)) is not None:
-                holder.load_state_dict(state)
-            self._kept_states.append((holder, holder.state_dict()))
+        if holder in self._plain:
+            return
+        with self._adding:  # Another replica of this process may add it, too.
+            if holder not in self._plain:
+                number = next(self._numbers)
+                if (state := self._plain_received.pop(number, None)) is not None:
+                    holder.load_state_dict(state)
+                self._kept_states.append((holder, holder.state_dict()))
+                self._plain[holder] = number
 
     def plain_states(self) -> list[tuple[int, Any]]:
         """Return the states of plain values by number."""
@@ -106,14 +110,22 @@ class ReplicatedState:
                 holder.load_state_dict(state)
         self._plain_received = states
 
-    @property
-    def is_small(self) -> bool:
-        """Whether all variables can be kept from unit to unit at little cost."""
-        return self._bytes <= _SMALL_BYTES
+    def first_value(self, name: str, initial: Array) -> Array | None:
+        """Return the first value of the next variable of a name; None: all must agree on it."""
+        key = name, self._made[name]
+        return self._agreed.pop(key, initial if key in self._received else None)
 
-    def expects(self, name: str) -> bool:
-        """Return True if a value was received for the next variable of a name."""
-        return (name, self._made[name]) in self._received
+    def fresh(self) -> list[tuple[str, int, Array]]:
+        """Return name, number and value of the variables that were made in this unit."""
+        alive = dict(self._each())
+        return [(*key, to_host(alive[key]._cells[0].read())) for key in self._fresh if key in alive]
+
+    def receive_fresh(self, fresh: Iterable[tuple[str, int, Array]]) -> None:
+        """Keep first values that others have agreed on, until the variables are made here."""
+        for name, number, value in fresh:
+            if number >= self._made[name]:
+                self._received.pop((name, number), None)
+                self._agreed[name, number] = value
 
     def _list_anew(self, _: Any = None) -> None:
         self._is_listed = False
@@ -123,6 +135,8 @@ class ReplicatedState:
         self._is_listed = True
         self._cells, self._components, self._summed, size = [], [], [], 0
         alive = dict(self._each())
+        sizes = [each._dtype.itemsize * math.prod(each._shape) for each in alive.values()]
+        self.is_small = sum(sizes) <= _SMALL_BYTES
         for variable in alive.values():
             self._cells += variable._cells
             if isinstance(variable, SyncOnReadVariable):
@@ -146,8 +160,8 @@ class ReplicatedState:
 
     def begin(self, *, keeps_all: bool) -> None:
         """Begin a unit, after which `take_back` sets components, and maybe all variables, back."""
-        self.keeps_all, self._in_unit = keeps_all, True
-        self._kept_states = [(holder, holder.state_dict()) for holder in self._plain]
+        self.keeps_all, self._in_unit, self._fresh = keeps_all, True, []
+        self._kept_states = [(h, h.state_dict()) for h in self._plain] if self._plain else []
         if not self._is_listed:
             self._list()
         # Whoever holds an array makes the next write go to another one.
@@ -164,13 +178,13 @@ class ReplicatedState:
 
     def end(self) -> None:
         """End a unit: nothing is taken back any more."""
-        self._kept, self._kept_states, self.keeps_all, self._in_unit = [], [], False, False
+        self._kept, self._kept_states, self._fresh = [], [], []
+        self.keeps_all = self._in_unit = False
 
     def parts_of_sums(self, rank: int) -> Array:
         """Return a vector of what the replicas of this process, of a rank, add to the sums."""
         if not self._is_listed:
             self._list()
-        self._rank = rank
         parts = [self._joined(number) for number in range(self._replicas)]
         for number, part in enumerate(parts):
             for each in self._summed if number or rank else ():
@@ -180,11 +194,14 @@ class ReplicatedState:
 
     def _joined(self, replica: int) -> Array:
         """Return the components of a replica as one vector of wide numbers; the last one is 0."""
-        joined = np.zeros(self._summed[-1].place.stop + 1 if self._summed else 1, self._wide)
+        joined = self._zeros()
         for each in self._summed:
             if each.cells:
                 joined[each.place] = to_host(_array_of(each.cells[replica])).ravel()
         return joined
+
+    def _zeros(self) -> Array:
+        return np.zeros(self._summed[-1].place.stop + 1 if self._summed else 1, self._wide)
 
     def set_sums(self, sums: Array, parts: Array) -> None:
         """Remember the sums over all replicas, and what this process added to them."""
@@ -192,36 +209,14 @@ class ReplicatedState:
 
     def known_sums(self) -> dict[str, Array]:
         """Return the sums that are known, by a text for each variable."""
-        self._unpack()
-        return {_text(key): value for key, value in self._sums.items()}
+        summed, sums, _ = self._latest
+        return {_text(each.key): sums[each.place] for each in summed}
 
     def growth(self, rank: int) -> dict[str, Array]:
         """Return what this process added to each known sum since then."""
-        self._unpack()
-        now = self.parts_of_sums(rank)
-        return {_text(s.key): now[s.place] - self._parts.get(s.key, 0) for s in self._summed}
-
-    def note_write(self, variable: Variable, write: Write) -> None:
-        """Adjust the known sum of a variable that all members write outside of replicas."""
-        self._unpack()
-        key = self._keys[id(variable)]
-        known = self._sums.pop(key, None)
-        if known is None or write.sparse:
-            return  # Until the next unit, each member knows its part only.
-        value = np.ravel(to_host(write.value))
-        if write.how != "assign":
-            value = known + value if write.how == "assign_add" else known - value
-        self._sums[key] = value
-        parts = self.parts_of_sums(self._rank)  # Lists the variables anew, if some were freed.
-        place = next(each.place for each in self._summed if each.key == key)
-        self._parts[key] = parts[place]
-
-    def _unpack(self) -> None:
-        if self._latest is not None:
-            summed, sums, parts = self._latest
-            self._sums = {each.key: sums[each.place] for each in summed}
-            self._parts = {each.key: parts[each.place] for each in summed}
-            self._latest = None
+        summed, _, parts = self._latest
+        now, before = self.parts_of_sums(rank), {each.key: parts[each.place] for each in summed}
+        return {_text(s.key): now[s.place] - before.get(s.key, 0) for s in self._summed}
 
     # Changes of members.
 
@@ -236,7 +231,7 @@ class ReplicatedState:
             rank: the rank of this process in the new group.
         """
         self._list()
-        self._latest, self._sums, self._parts = None, {}, {}
+        given_out, totals = list[_Summed](), self._zeros()
         for each in self._summed:
             if (known := sums.get(_text(each.key))) is None:
                 continue
@@ -247,8 +242,9 @@ class ReplicatedState:
                     cell.apply(Write("assign", value))
                 elif not each.first_only:
                     cell.apply(Write("assign", np.zeros_like(to_host(cell.array))))
-            self._sums[each.key] = total
-            self._parts[each.key] = total if rank == 0 else np.zeros_like(total)
+            given_out.append(each)
+            totals[each.place] = total
+        self._latest = given_out, totals, self.parts_of_sums(rank)
 
     def described(self) -> list[tuple[str, int, str, tuple[int, ...]]]:
         """Return name, number, dtype and shape of each variable, in the order of `values`."""
@@ -285,7 +281,8 @@ def _set(variable: Any, value: Array, key: Key) -> None:
 
 
 def _array_of(cell: SnapshotArray) -> Array:
-    cell.read()  # Fetches what a compiled step has left on its device.
+    if cell.is_elsewhere:
+        cell.read()  # Fetches what a compiled step has left on its device.
     return cell.array
 
 

@@ -11,14 +11,14 @@ from ndistribute.collective.communicator import CommunicationOptions
 from ndistribute.collective.membership import Elastic
 from ndistribute.collective.select import CrossDeviceOps, join_workers, make_group
 from ndistribute.collective.workers import ReplicaGroup, Workers
-from ndistribute.context import current_frame
 from ndistribute.data import Topology
-from ndistribute.devices import Array, Device, resolve_devices
+from ndistribute.devices import Array, Device, copy_to, device_of, resolve_devices
 from ndistribute.strategies.base import Strategy
 from ndistribute.strategies.elastic import ElasticSession, code_of, join_elastic_job
 from ndistribute.strategies.elastic_input import ElasticBatches
+from ndistribute.strategies.elastic_results import check_complete, checked_step
 from ndistribute.variables.mirrored import CentralVariable
-from ndistribute.variables.policy import VariablePolicy, VariableSynchronization, Write
+from ndistribute.variables.policy import VariablePolicy, VariableSynchronization
 from ndistribute.variables.variable import Variable
 
 T = TypeVar("T")
@@ -185,7 +185,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             self.session = join_elastic_job(resolver, local_devices, communication_options, elastic)
             workers, leave = None, None
             if self.session is not None:
-                workers, leave = self.session.workers, self.session.close
+                workers, leave = self.session.workers, self.session.end
         super().__init__(local_devices, resolver, workers, leave)
         if self.session is not None:
             self.session.attach(self)
@@ -224,17 +224,25 @@ class MultiWorkerMirroredStrategy(Strategy):
         divided = super().elastic(batches)
         return divided if self.session is None else ElasticBatches(self.session, divided)
 
-    def attempt(self, call: Callable[[], T]) -> T:
+    def attempt(self, call: Callable[[], T], what: str = "") -> T:
         """Return what a function returns, once all workers have completed it."""
-        return call() if self.session is None else self.session.attempt(call)
+        return call() if self.session is None else self.session.attempt(call, what=what)
+
+    def across_workers(self, value: Any, *, whole: bool = False) -> Any:
+        """Return a nest in which each `PerReplica` has the components of all processes."""
+        if self.session is not None:
+            check_complete(self.session, value, raises=whole)
+        return super().across_workers(value)
 
     def agree_on(self, initial_value: Any, policy: VariablePolicy) -> Any:
         """Return rank 0's initial value of a new variable; a newcomer receives it later."""
         session = self.session
         if session is None:
             return super().agree_on(initial_value, policy)
-        if session.is_newcomer or session.state.expects(policy.name):
+        if session.is_newcomer:
             return initial_value
+        if (value := session.state.first_value(policy.name, initial_value)) is not None:
+            return copy_to(value, device_of(initial_value))
         return session.attempt(functools.partial(super().agree_on, initial_value, policy))
 
     def make_variable(self, array: Array, policy: VariablePolicy) -> Variable:
@@ -257,11 +265,6 @@ class MultiWorkerMirroredStrategy(Strategy):
         if self.session is not None:
             self.session.state.add_plain(holder)
 
-    def note_write(self, variable: Variable, write: Write) -> None:
-        """Take notice of a write outside of replicas to a variable with components."""
-        if self.session is not None and current_frame().replica is None:  # Not of a lone one.
-            self.session.state.note_write(variable, write)
-
     def regroup(self, workers: Workers | None, changes: int) -> None:
         """Let the replicas reduce with those of other workers than before.
 
@@ -280,14 +283,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         step = functools.partial(super()._run_step, fn, args, named)
         if self.session is None:
             return step()
-        changes = self.session.changes
-
-        def again() -> Any:
-            if self.session is not None and self.session.changes != changes:
-                self.session.check_cut_anew(args, named)
-            return step()
-
-        return self.session.attempt(again, code_of(fn))
+        return self.session.attempt(checked_step(self.session, step, args, named), code_of(fn))
 
 
 def join_job(

@@ -44,6 +44,15 @@ def tcp_socket(address: str, deadline: float) -> socket.socket:
     raise failure
 
 
+def refuses(address: str, seconds: float) -> bool:
+    """Return True if nothing listens at an address of a host that answers."""
+    try:
+        tcp_socket(address, time.monotonic() + seconds).close()
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
+    return False
+
+
 def _looked_up(address: str, deadline: float) -> list[Any]:
     """Return the places of an address, or none after the deadline."""
     place = split_address(address)

@@ -87,6 +87,11 @@ class SnapshotArray(ArrayOwner):
                 target -= value
 
     @property
+    def is_elsewhere(self) -> bool:
+        """Whether a compiled step may have left a newer value on its device."""
+        return self._group is not None
+
+    @property
     def group(self) -> CellGroup:
         """The cells that compiled steps hold in one array; this one alone, unless others are."""
         if self._group is None:
@@ -275,6 +280,10 @@ class SyncOnReadVariable(Variable):
         replica = self.replica("read")
         if replica is not None:
             return self._cells[replica.local_replica_id].read()
+        value: Array = self._strategy.attempt(self._combined, f"the value of {self.name!r}")
+        return value
+
+    def _combined(self) -> Array:
         everyone = self._strategy.num_replicas_in_sync
         first_only = self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA
         if everyone == 1 or (first_only and everyone == len(self._cells)):
@@ -302,6 +311,9 @@ class SyncOnReadVariable(Variable):
 
         An assigned float is divided evenly; other values go to replica 0, and 0 to the others.
         """
+        self._strategy.attempt(lambda: self._divide(write))
+
+    def _divide(self, write: Write) -> None:
         count = self._strategy.num_replicas_in_sync
         first = others = write
         if self.aggregation.reduce_op is ReduceOp.SUM and count > 1:
@@ -312,7 +324,6 @@ class SyncOnReadVariable(Variable):
                 others = Write(write.how, map_values(np.zeros_like, write.value))
         for context, cell in zip(self._strategy.replica_contexts, self._cells, strict=True):
             cell.apply(others if context.replica_id_in_sync_group else first)
-        self._strategy.note_write(self, write)
 
 
 class ShardedVariable(MirroredVariable):

@@ -186,8 +186,7 @@ class Audience:
         if "metrics lack" in self.said():
             return []
         full = self.options.rows * (self.options.rows + 1) / 2
-        there = {each["epoch"] for each in self.steps(index) if each["pid"] == result["pid"]}
-        totals = [result["totals"][epoch] for epoch in sorted(there)]  # Others were skipped.
+        totals = result["totals"]  # Those of skipped epochs are what the others have read.
         if all(total == full for total in totals):
             return []
         return [f"worker {index}: the metric is {totals} of {full}"]
@@ -401,9 +400,10 @@ def play(drama: Drama) -> tuple[list[str], list[float], int]:
         died = {index for index, _, _ in crew.killed}
         for index, code in codes.items():
             text = crew.reports[index][-1].get("text", "")
-            # It came after the end of the job.
-            late = index in died and any(each in text for each in _LATE)
-            if code not in ((0, -signal.SIGKILL) if index in died else (0,)) and not late:
+            # It came before or after the end of the job.
+            late = any(each in text for each in _LATE)
+            allowed = (-signal.SIGKILL, 128 + signal.SIGTERM) if index in died else ()
+            if code not in (0, *allowed) and not (late and index in died):
                 wrong.append(f"worker {index} ended with {code}: {text}")
         wrong += crew.faults()
         if wrong:

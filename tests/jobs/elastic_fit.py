@@ -110,9 +110,9 @@ def made(kind: str) -> Any:
         layers.append(nd.layers.BatchNormalization(synchronized=True, **dtype))
     model = nd.Sequential([*layers, nd.layers.Dense(1, **dtype)])
     optimizer: Any = nd.optimizers.Adam(0.02)
-    if kind == "sums":
+    if kind.endswith("sums"):
         optimizer = nd.optimizers.GradientAccumulation(nd.optimizers.SGD(0.1), 2)
-    elif kind == "scale":
+    if kind.startswith("scale"):
         optimizer = nd.optimizers.LossScale(optimizer, growth_steps=3)
     elif kind == "rate":
         optimizer = nd.optimizers.SGD(nd.optimizers.schedules.ScaledByWorkers(0.03))

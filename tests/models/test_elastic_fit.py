@@ -86,6 +86,7 @@ def _assert_close(mine: Any, theirs: Any) -> None:
         ("gan", {1: ["update", 6], 2: ["update", 11]}),
         ("sums", {0: ["train", 3], 2: ["train", 8]}),
         ("scale", {1: ["train", 4]}),
+        ("scaled-sums", {1: ["train", 3]}),
     ],
 )
 def test_who_remains_comes_to_what_an_undisturbed_training_comes_to(job, kind, ends):
@@ -105,7 +106,7 @@ def test_epochs_that_go_on_in_the_dataset_do_so_after_a_loss(job):
     assert_same(begun.result(2), undisturbed("fit", 4, 4))
 
 
-@pytest.mark.parametrize("kind", ["fit", "gan", "sums", "scale"])
+@pytest.mark.parametrize("kind", ["fit", "gan", "sums", "scaled-sums"])
 def test_a_newcomer_goes_on_at_the_step_of_the_others_with_their_state(job, tmp_path, kind):
     begun = job(kind=kind, waits=[f"{tmp_path}/waits", ["train", 14]])
     for index in range(3):
@@ -126,12 +127,10 @@ def test_a_worker_that_comes_after_fit_joins_in_the_next_loop(job, tmp_path, com
         begun.start(index, ends=["train", 8] if index == 0 else None)
     begun.start_again(0, tmp_path / "waits")
     late, expected = begun.result(0), undisturbed("fit")
-    assert late["epochs"] == []
+    assert late["begun"] == []
     assert late["weights"] == begun.result(1)["weights"]
     assert_same(begun.result(1), expected)
-    np.testing.assert_allclose(late["outputs"], expected["outputs"], atol=1e-5)
-    if len(comes) == 2:
-        np.testing.assert_allclose(late["scores"], expected["scores"], atol=1e-5)
+    assert_same(late, {**expected, "steps": late["steps"]})
 
 
 @pytest.mark.parametrize("ends", [["train", 8], ["write", 2], ["write", 3], ["epoch", 2]])
@@ -191,8 +190,4 @@ def test_what_cannot_go_on_with_other_workers_is_refused_at_the_start(monkeypatc
         model = elastic_fit.made("gan")
         with pytest.raises(ValueError, match="list_iterator, which cannot go back"):
             model.fit(iter([(x, y)]), verbose=0)
-        inner = nd.optimizers.GradientAccumulation(nd.optimizers.SGD(0.1), 2)
-        model.compile(nd.optimizers.LossScale(inner))
-        with pytest.raises(ValueError, match=r"LossScale\(GradientAccumulation"):
-            model.fit(x, y, verbose=0)
         assert strategy.is_chief

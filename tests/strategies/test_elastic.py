@@ -12,8 +12,8 @@ from ndistribute.collective.membership import WorkerReport
 from ndistribute.data import Topology
 from ndistribute.devices import Device
 from ndistribute.errors import WorkerLostError
-from ndistribute.strategies.elastic import outcome_of
 from ndistribute.strategies.elastic_input import ElasticBatches
+from ndistribute.strategies.elastic_results import outcome_of
 from ndistribute.variables.mirrored import sharded_variable
 from tests.processes import free_addresses
 

@@ -1,0 +1,187 @@
+"""What becomes of units, and of the results of steps and loops, where workers come and go.
+
+A result of `run` has a component for each replica, and those of a lost worker are gone with it.
+What all workers read together after a loop is the same on all, so members keep it for newcomers,
+which skip that loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from ndistribute import tree
+from ndistribute.collective.meeting import NotAMember
+from ndistribute.collective.membership import WorkerReport
+from ndistribute.collective.objects import pack, unpack
+from ndistribute.devices import Array
+from ndistribute.errors import WorkerLostError
+from ndistribute.values import PerReplica
+
+T = TypeVar("T")
+_MOST_BYTES = 1 << 24  # Of all results that are kept.
+
+_log = logging.getLogger("ndistribute")
+
+
+class UnitOutcome(NamedTuple):
+    """What becomes of the unit in which the members changed."""
+
+    commits: list[bool]  # For each member, whether its unit is complete.
+    source: int  # The member that gives its state to those who lack it.
+    lacks: list[bool]  # For each member, whether it lacks the state.
+    uncounted: bool = False  # Whether nobody knows the sums at the end of the unit.
+
+
+def outcome_of(reports: Sequence[WorkerReport]) -> UnitOutcome:
+    """Return what becomes of the unit, from what the members report, in rank order.
+
+    Whoever passed the commit of a unit knows that all had completed it. Otherwise all run it again,
+    with the state of one that has written nothing or can take it back. If all have completed it and
+    none can take it back, it is complete.
+
+    Raises:
+        WorkerLostError: some have written a part of a step, and none has the state before it.
+
+    >>> a, b = WorkerReport(unit=3, prepared=True, clean=False), WorkerReport(unit=3)
+    >>> outcome_of([a, b])  # The second gives its state to the first, and both run the unit again.
+    UnitOutcome(commits=[False, False], source=1, lacks=[True, False], uncounted=False)
+    """
+    present = [k for k, report in enumerate(reports) if not report.newcomer]
+    last = max(reports[k].unit for k in present)
+    ahead = [k for k in present if reports[k].unit == last]
+    newcomers = [report.newcomer for report in reports]
+    if len(ahead) < len(present):
+        return UnitOutcome(
+            [k in present and k not in ahead for k in range(len(reports))], ahead[0], newcomers
+        )
+    whole = [k for k in present if reports[k].clean or reports[k].kept]
+    if whole:
+        lacks = [k not in whole for k in range(len(reports))]
+        counted = [k for k in whole if not reports[k].uncounted]
+        source = (counted or whole)[0]
+        return UnitOutcome([False] * len(reports), source, lacks, uncounted=not counted)
+    if all(reports[k].prepared for k in present):
+        return UnitOutcome([not new for new in newcomers], present[0], newcomers, uncounted=True)
+    raise WorkerLostError(
+        "a worker was lost between two updates of one step, and no other has the state before it, "
+        "because earlier calls of this function made one update: restore the last checkpoint."
+    )
+
+
+def checked_step(session: Any, step: Callable[[], T], *args: Any) -> Callable[[], T]:
+    """Return a step that checks its arguments, and notes in which membership its results are made.
+
+    Args:
+        session: the session of the strategy.
+        step: the step.
+        args: its arguments.
+    """
+    changes = session.changes
+
+    def run() -> T:
+        if session.changes:
+            check_complete(session, args, raises=True)
+        values = _per_replica(args) if session.changes != changes else ()
+        if values and not (session.input is not None and session.input.holds(values)):
+            raise WorkerLostError(
+                "the workers have changed, and this step gets values that are not parts of its "
+                "loop's batch, so they cannot be cut anew: iterate over strategy.elastic(batches), "
+                "and pass run what that gives."
+            )
+        results = step()
+        for value in _per_replica(results):
+            value._changes = session.changes
+        return results
+
+    return run
+
+
+def check_complete(session: Any, value: Any, *, raises: bool) -> None:
+    """Raise, or warn once a change, if results of `run` were made before workers were lost."""
+    now = session.changes
+    if all(getattr(each, "_changes", now) == now for each in _per_replica(value)):
+        return
+    text = (
+        f"these results of run were made before the workers changed ({session.last_change}): what "
+        "lost workers had is missing, and newcomers have none. Use them in the step that makes "
+        "them, by all_reduce or all_gather of its replica context, or keep them in a variable or a "
+        "metric."
+    )
+    if raises:
+        raise WorkerLostError(text)
+    if session.warned != now:
+        session.warned = now
+        _log.warning("%s", text)
+
+
+def _per_replica(nest: Any) -> list[Any]:
+    return [leaf for leaf in tree.flatten(nest) if isinstance(leaf, PerReplica)]
+
+
+class LoopResults:
+    """What all workers read together after each loop: by what it is, in the order of the reads.
+
+    >>> member, newcomer = LoopResults(), LoopResults()
+    >>> member.note("a reduction", np.float64(0.5))
+    >>> member.end(1)
+    >>> newcomer.replay(1, member.of(1))
+    >>> float(newcomer.next("a reduction"))
+    0.5
+
+    Attributes:
+        theirs: what others have read after a loop that this worker has skipped, if it has.
+    """
+
+    def __init__(self) -> None:
+        self._noted: dict[str, list[Array | None]] = {}  # Since the last loop was begun.
+        self.theirs: dict[str, list[Array | None]] | None = None
+        self._kept: dict[int, bytes] = {}  # By loop.
+        self._size, self._room = 0, _MOST_BYTES
+
+    def of(self, loop: int) -> bytes:
+        """Return the results of a loop, once a later one has begun."""
+        return self._kept.get(loop, b"")
+
+    def note(self, what: str, value: Any) -> None:
+        """Note a value, while there is room."""
+        size = sum(getattr(leaf, "nbytes", 0) for leaf in tree.flatten(value))
+        data = np.frombuffer(pack(value), np.uint8) if size <= self._room else None
+        self._room -= 0 if data is None else data.size
+        self._noted.setdefault(what, []).append(data)
+
+    def end(self, loop: int) -> None:
+        """Keep what was noted for newcomers, and begin anew."""
+        if self._noted:
+            self._keep(loop, pack(self._noted))
+        self._noted, self.theirs, self._room = {}, None, _MOST_BYTES
+
+    def _keep(self, loop: int, data: bytes) -> None:
+        self._kept[loop], self._size = data, self._size + len(data)
+        while self._size > _MOST_BYTES:  # Those of the first loops go first.
+            self._size -= len(self._kept.pop(next(iter(self._kept))))
+
+    def replay(self, loop: int, data: bytes) -> None:
+        """Let `next` return what others have read after a loop."""
+        self.theirs = unpack(data) if data else {}
+        self._keep(loop, data)
+
+    def next(self, what: str) -> Any:
+        """Return the next value.
+
+        Raises:
+            NotAMember: the others have no such value.
+        """
+        values = (self.theirs or {}).get(what)
+        data = values.pop(0) if values else None
+        if data is None:
+            raise NotAMember(
+                f"{what}: it follows a loop that ended before this worker came, and the other "
+                "workers have not read it there, or it is too large or too old to be kept. Let "
+                "all workers read the same between loops, and what is large in steps of the loop."
+            )
+        value = unpack(data.tobytes())
+        return tree.map_leaves(lambda x: x.copy() if isinstance(x, np.ndarray) else x, value)
