@@ -33,18 +33,18 @@ BUDGETS = {
     "estimator": 1470,
     "graph": 4703,
     "jit": 1652,
-    "launcher": 1833,
-    "models": 7348,
+    "launcher": 2176,
+    "models": 7356,
     "optimizers": 1025,
     "parameter_server": 2143,
     "strategies": 2250,
     "task": 303,
-    "top level": 3215,
+    "top level": 3322,
     "transport": 2014,
     "variables": 1146,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 42587
+TESTS_BUDGET = 42818
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -85,6 +85,12 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
         err = out if os.path.sameopenfile(stdout, stderr) else Writer(stderr)
         console = opened.enter_context(contextlib.closing(Console(out, err, options.log_dir)))
         console.short = not options.verbose
+        if options.dashboard and options.log_dir is not None:
+            from ndistribute.launcher.dashboard import begin as begin_dashboard
+
+            opened.enter_context(
+                begin_dashboard(options.log_dir, options.command, environ, console)
+            )
         listeners: dict[int, socket.socket] = {}
         if not mpi:
             _listen(options, listeners, opened)
@@ -121,6 +127,7 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
             _report(options, outcome, console, attempt, silence)
             if outcome.reason != "failed":
                 break
+        console.note(end=outcome.reason, code=outcome.code)
     return outcome.code
 
 
@@ -170,6 +177,8 @@ def _environment(options: JobOptions, stderr: int) -> dict[str, str]:
     environ[JOB_ID] = job_environment(environ)[JOB_ID]
     if options.min_workers:  # A worker that is started again needs the secret of the others.
         environ |= job_environment(environ)
+    if options.dashboard and options.log_dir is not None:
+        environ.setdefault("NDISTRIBUTE_TRACE", str(options.log_dir.absolute()))
     if not options.verbose:
         environ.setdefault(tracebacks.VARIABLE, tracebacks.SHORT)
     if os.isatty(stderr) and (columns := os.get_terminal_size(stderr).columns):

@@ -1,0 +1,411 @@
+"""A web page about a job, on loopback: who runs, waits, restarts, and what the metrics are.
+
+`JobFolder` reads what a job writes anyway: the launcher's journal and logs, and the traces of the
+processes, which grow while they run. So a page of a job that is over is the same. It never writes.
+The address has a random token, and a browser's `Host` must be this machine, so that neither other
+users nor pages of other sites can read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import platform
+import re
+import secrets
+import shlex
+import socket
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from ndistribute import trace_report
+from ndistribute.launcher.commands import MPIEXEC
+from ndistribute.launcher.output import Console, exit_text
+from ndistribute.timeline import PROGRESS
+
+JOURNAL = "journal.jsonl"
+_CHUNK_BYTES = 4 << 20
+_LOG_BYTES = 4096
+_TAIL_BYTES = 128 << 10  # Of each trace, for the timeline.
+_MOST_SPANS = 500
+_MOST_POINTS = 300
+_MOST_EVENTS = 100
+_REPORT_BYTES = 64 << 20  # A report on more takes several seconds.
+_LONG_WAIT_SECONDS = 1.0
+_SHARE_SECONDS = 10.0
+_TIMELINE_MICROSECONDS = 1e7
+# The page runs no code but its own, and loads nothing from elsewhere.
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; img-src data:; "
+    "script-src 'unsafe-inline'; style-src 'unsafe-inline'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+Points = list[tuple[float, float | None]]  # Seconds since 1970 and a value; None: not finite.
+Tasks = dict[str, dict[str, Any]]  # What the page shows of each task, by its label.
+
+
+class Follower:
+    """Reads what a process adds to its trace."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.about: dict[str, Any] = {}
+        self.progress: list[tuple[float, dict[str, float]]] = []
+        self.values: dict[str, Points] = defaultdict(list)
+        self.changes: dict[str, float] = {}  # When the members of an elastic job changed.
+        self.wait: tuple[float, str] | None = None  # The wait that the process is in.
+        self._end = 0
+
+    def follow(self) -> None:
+        """Read the lines that are new, or all if another process has begun the file again."""
+        with self.path.open("rb") as file:
+            first = file.readline()
+            try:
+                head = json.loads(first + b"]}")
+            except ValueError:  # Being written.
+                return
+            if head["otherData"] != self.about or file.seek(0, os.SEEK_END) < self._end:
+                self.about, self._end = head["otherData"], len(first)
+            began, _, title = head.get("now", "").strip().partition(" ")
+            self.wait = (self._wall(int(began)), title) if began else None
+            file.seek(self._end)
+            # A line is complete if a comma follows it.
+            while end := (data := file.read(_CHUNK_BYTES)).rfind(b",\n") + 1:
+                for line in data[:end].split(b",\n"):
+                    if b'"ph": "C"' in line or b'"name":"members"' in line:
+                        self._take(json.loads(line.rstrip(b",")))
+                self._end += end + 1
+                file.seek(self._end)
+
+    def _take(self, entry: Mapping[str, Any]) -> None:
+        moment, name, values = self._wall(entry["ts"]), entry["name"], entry["args"]
+        if entry["ph"] == "X":
+            self.changes.setdefault(values["title"], moment + entry["dur"] / 1e6)
+        elif name == PROGRESS:
+            self.progress.append((moment, values))
+        else:
+            self.values[name].append((moment, values["value"]))
+
+    def _wall(self, microseconds: float) -> float:
+        return (microseconds + float(self.about["wall_minus_clock_us"])) / 1e6
+
+    def rates(self) -> Points:
+        """Return the steps a second, at most once a second."""
+        rates: Points = []
+        since, before = 0.0, float("inf")
+        for moment, values in self.progress:
+            if values["steps"] < before:  # The first one, or those of another process.
+                since, before = moment, values["steps"]
+            elif values["steps"] > before and moment - since >= 1:
+                rates.append((moment, (values["steps"] - before) / (moment - since)))
+                since, before = moment, values["steps"]
+        return rates
+
+    def shares(self) -> dict[str, float]:
+        """Return the part of the last seconds in spans of each name."""
+        until, after = self.progress[-1]
+        old = [point for point in self.progress if point[0] <= until - _SHARE_SECONDS]
+        since, before = old[-1] if old else self.progress[0]
+        spent = {name: after[name] - before.get(name, 0.0) for name in after if name != "steps"}
+        whole = max(until - since, sum(spent.values()))
+        return {name: part / whole for name, part in spent.items() if part > 0}
+
+
+class JobFolder:
+    """Tells what the folder of a job contains; keeps only how far each trace was read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._followers: dict[Path, Follower] = {}
+        self._lock = threading.Lock()
+
+    def state(self) -> dict[str, Any]:
+        """Return what the page shows, but for the timeline."""
+        notes, tasks, traces = self._read()
+        events = {note["text"]: note["time"] for note in notes if "text" in note}
+        series: dict[str, dict[str, Points]] = defaultdict(lambda: defaultdict(list))
+        for label, followers in traces.items():
+            tasks[label] |= _traced(followers, tasks[label]["state"] == "running")
+            for each in followers:
+                for name, points in {"steps/s": each.rates(), **each.values}.items():
+                    series[name][tasks[label]["name"]] += _thinned(points)
+                for text, moment in each.changes.items():
+                    if ":" in text:  # Each worker notes it; the first one counts.
+                        events[text] = min(moment, events.get(text, moment))
+        for label, task in tasks.items():
+            task["log"] = self._log(label)
+        end = next((note for note in notes if "end" in note), None)
+        return {
+            "now": time.time(),
+            "job": notes[0]["job"] if notes else str(self._folder),
+            "since": notes[0]["time"] if notes else None,
+            "end": end,
+            "runs": end is None and any(task["state"] == "running" for task in tasks.values()),
+            "waits": _who_waits(tasks),
+            "events": sorted((moment, text) for text, moment in events.items())[-_MOST_EVENTS:],
+            "series": {name: lines for name, lines in series.items() if any(lines.values())},
+            "tasks": list(tasks.values()),
+        }
+
+    def timeline(self) -> dict[str, Any]:
+        """Return the last spans of each thread, in milliseconds from a common start."""
+        _, tasks, traces = self._read()
+        rows: list[tuple[str, list[trace_report.Event]]] = []
+        for label, followers in traces.items():
+            trace = trace_report.read_file(followers[-1].path, _TAIL_BYTES)
+            spans = () if trace is None else trace.events
+            wall = 0.0 if trace is None else trace.wall
+            for thread in sorted({span.thread for span in spans}):
+                last = [span for span in spans if span.thread == thread][-_MOST_SPANS:]
+                moved = [s._replace(start=s.start + wall, end=s.end + wall) for s in last]
+                rows.append((tasks[label]["name"], sorted(moved, key=lambda span: span.start)))
+        end = max((span.end for _, spans in rows for span in spans), default=0.0)
+        # As long as all rows go back.
+        lengths = [max(span.end for span in spans) - spans[0].start for _, spans in rows]
+        start = end - max(2e4, min([_TIMELINE_MICROSECONDS, *lengths]))
+        shown = [
+            (name, [_milliseconds(span, start) for span in spans if span.end > start])
+            for name, spans in rows
+        ]
+        return {"milliseconds": (end - start) / 1e3, "rows": shown}
+
+    def report(self) -> str:
+        """Return the trace report on the whole job."""
+        traces = [follower.path for each in self._read()[2].values() for follower in each]
+        folder = traces[0].parent if traces else self._folder
+        if sum(path.stat().st_size for path in traces) > _REPORT_BYTES:
+            return f"The traces are large. Run: ndistribute trace report {folder}"
+        try:
+            return trace_report.report(folder)
+        except FileNotFoundError as error:
+            return str(error)
+
+    def _read(self) -> tuple[list[dict[str, Any]], Tasks, dict[str, list[Follower]]]:
+        """Return the journal's lines, the tasks, and the followers of each, the oldest first."""
+        notes: list[dict[str, Any]] = []
+        path = self._folder / JOURNAL
+        for line in path.read_bytes().splitlines() if path.exists() else ():
+            with contextlib.suppress(ValueError):  # Being written, or cut by a full disk.
+                notes.append(json.loads(line))
+        tasks, traces = _noted(notes), defaultdict[str, list[Follower]](list)
+        folder = Path(notes[0]["traces"]) if notes else self._folder
+        since = notes[0]["time"] - 1 if notes else 0.0  # A file system may count whole seconds.
+        with self._lock:
+            moments = {path: path.stat().st_mtime for path in folder.glob("trace-*.json")}
+            for path in sorted(moments, key=lambda path: moments[path]):
+                follower = self._followers.setdefault(path, Follower(path))
+                follower.follow()
+                if follower.about and moments[path] >= since:  # Else it is of an earlier job.
+                    label = _label(follower.about, tasks)
+                    tasks.setdefault(label, _from_trace(label, follower.about))
+                    traces[label].append(follower)
+        for label, task in tasks.items():
+            if label not in traces and task["host"] != platform.node():
+                task["note"] = "Its steps and metrics are in its trace, on that host."
+        number = {label: int(re.sub(r"\D", "", label) or 0) for label in tasks}
+        order = sorted(tasks, key=lambda label: (tasks[label]["role"], number[label]))
+        return notes, {label: tasks[label] for label in order}, traces
+
+    def _log(self, label: str) -> str:
+        name = f"rank-{label}" if label.isdigit() else label.replace(":", "-")
+        paths = [*self._folder.glob(f"{name}.log"), *self._folder.glob(f"{name}.*.log")]
+        if not paths:
+            return ""
+        with max(paths, key=lambda path: path.stat().st_mtime).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
+            return file.read().decode(errors="replace")
+
+
+def _noted(notes: Sequence[Mapping[str, Any]]) -> Tasks:
+    """Return the tasks of a journal, with their states."""
+    tasks: Tasks = {}
+    for note in notes:
+        label = note.get("task", "")
+        if not label or label.startswith("ssh "):
+            continue
+        task = tasks.setdefault(label, _task(label, note.get("host") or notes[0]["host"]))
+        if "pid" in note:
+            task |= {"starts": task["starts"] + 1, "state": "running", "pid": note["pid"]}
+        else:
+            task["state"] = task["before"] = exit_text(note["code"]) if note["code"] else "done"
+    if notes and (notes[-1].get("end") or _has_ended(notes[0])):
+        for task in tasks.values():
+            task["state"] = "stopped" if task["state"] == "running" else task["state"]
+    if MPIEXEC in tasks:
+        tasks[MPIEXEC]["note"] = "It starts the ranks; the launcher learns only of its own end."
+    return tasks
+
+
+def _task(label: str, host: str) -> dict[str, Any]:
+    name = f"worker {label}" if label.isdigit() else label
+    role = re.sub("[ :].*", "", name)
+    return {"name": name, "role": role, "host": host, "state": "", "starts": 0, "pid": 0}
+
+
+def _from_trace(label: str, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a task of which there is nothing but a trace."""
+    state = "ended" if _has_ended(about) else "running" if about["host"] == platform.node() else ""
+    return _task(label, about["host"]) | {"state": state}
+
+
+def _has_ended(about: Mapping[str, Any]) -> bool:
+    """Return True if it was a process of this host, and there is none of its number."""
+    return about["host"] == platform.node() and not Path(f"/proc/{about['pid']}").exists()
+
+
+def _label(about: Mapping[str, Any], tasks: Tasks) -> str:
+    """Return the label of the task whose process wrote a trace: its reaper's child, or by name."""
+    for label, task in tasks.items():
+        if (about["ppid"], about["host"]) == (task["pid"], task["host"]) and label != MPIEXEC:
+            return label
+    name = str(about["name"]).removeprefix("rank ").replace("chief:0", "chief")
+    number = name.removeprefix("worker").lstrip(": ")
+    return number if number.isdigit() and name not in tasks else name
+
+
+def _traced(traces: Sequence[Follower], runs: bool) -> dict[str, Any]:
+    """Return what the newest trace of a task tells of it."""
+    newest = traces[-1]
+    known: dict[str, Any] = {"wait": newest.wait if runs else None}
+    known["metrics"] = {name: points[-1][1] for name, points in newest.values.items()}
+    if newest.progress:
+        last, values = newest.progress[-1]
+        known |= {"last": last, "steps": values["steps"], "shares": newest.shares()}
+        known["rate"] = (newest.rates() or [(0, None)])[-1][1]
+    return known
+
+
+def _who_waits(tasks: Tasks) -> str:
+    """Return a sentence on those who have waited long, and for whom; '' if nobody has."""
+    now, workers = time.time(), [t for t in tasks.values() if t["role"] in ("worker", "chief")]
+    waiting = [t for t in workers if (t.get("wait") or (now,))[0] < now - _LONG_WAIT_SECONDS]
+    if not waiting:
+        return ""
+    others = [t for t in workers if t not in waiting and t["state"] != "done"]
+    states = ["" if t["state"] == "running" else f" ({t['state']})" for t in others]
+    whom = [f"{t['name']}{state}" for t, state in zip(others, states, strict=True)]
+    began, title = min(t["wait"] for t in waiting)
+    names = ", ".join(t["name"] for t in waiting)
+    verb = "waits" if len(waiting) == 1 else "wait"
+    called = f"{names} {verb} for {', '.join(whom) or 'each other'}"
+    return f"{called}: {title.strip()}, for {now - began:.0f} s."
+
+
+def _thinned(points: Points) -> Points:
+    return points[:: max(1, len(points) // _MOST_POINTS)] + points[-1:]
+
+
+def _milliseconds(span: trace_report.Event, start: float) -> tuple[float, float, str, str]:
+    place = (span.start - start) / 1e3, (span.end - span.start) / 1e3
+    return round(place[0], 3), round(place[1], 3), span.name, span.title
+
+
+class _Server(ThreadingHTTPServer):
+    """A server on loopback whose end waits for no browser."""
+
+    daemon_threads = False  # They are joined at the end.
+
+    def __init__(self, job: JobFolder) -> None:
+        self.token, self.job = secrets.token_urlsafe(16), job
+        self._connections: set[Any] = set()
+        super().__init__(("127.0.0.1", 0), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._connections.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._connections.discard(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing: the browser has gone."""
+
+    def server_close(self) -> None:
+        for connection in [*self._connections]:
+            with contextlib.suppress(OSError):  # Browsers open some that they do not use.
+                connection.shutdown(socket.SHUT_RDWR)
+        super().server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = 30.0  # Of a connection without a request.
+
+    def do_GET(self) -> None:
+        token, _, name = self.path.lstrip("/").partition("/")
+        job = self.server.job
+        answers = {"state": job.state, "timeline": job.timeline, "report": job.report}
+        try:
+            if not self._is_allowed(token):
+                self._answer(403, "text/plain", "Use the whole address that was printed.\n")
+            elif name in answers:
+                self._answer(200, "application/json", json.dumps(answers[name]()))
+            elif name:
+                self._answer(404, "text/plain", "There is no such page.\n")
+            else:
+                page = Path(__file__).with_suffix(".html").read_text()
+                self._answer(200, "text/html; charset=utf-8", page)
+        except (OSError, ValueError, KeyError) as error:
+            self._answer(500, "text/plain", f"{error!r}\n")
+
+    def _is_allowed(self, token: str) -> bool:
+        """Return True if the token is right, and the browser asks for this machine by its name.
+
+        A page of another site could let its name mean 127.0.0.1, but not change `Host`.
+        """
+        try:
+            host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        except ValueError:
+            return False
+        right = hmac.compare_digest(token.encode(), self.server.token.encode())
+        return right and host in ("127.0.0.1", "localhost")
+
+    def _answer(self, code: int, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(code)
+        for name, value in {**_HEADERS, "Content-Type": kind, "Content-Length": len(body)}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        """Print nothing."""
+
+
+@contextlib.contextmanager
+def serve(folder: Path) -> Iterator[str]:
+    """Return a context manager that serves the page of a folder, and yields its address."""
+    with _Server(JobFolder(folder)) as server:
+        answer, name = server.serve_forever, "ndistribute dashboard"
+        thread = threading.Thread(target=answer, args=(0.1,), name=name, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/{server.token}/"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextlib.contextmanager
+def begin(
+    folder: Path, command: Sequence[str], environ: Mapping[str, str], console: Console
+) -> Iterator[None]:
+    """Return a context manager in which a job of the launcher has a page."""
+    with serve(folder) as address:
+        console.say(f"dashboard: {address} (later: ndistribute dashboard {folder})")
+        console.journal = folder / JOURNAL
+        about = {"pid": os.getpid(), "host": platform.node()}
+        console.note(job=shlex.join(command), traces=environ["NDISTRIBUTE_TRACE"], **about)
+        yield
