@@ -295,8 +295,8 @@ def _dashboard(options: argparse.Namespace) -> int:
 
     if not options.directory.is_dir():
         raise ValueError(f"{options.directory} is not a directory: pass that of the job.")
-    with serve(options.directory) as address, contextlib.suppress(KeyboardInterrupt):
-        sys.stdout.write(f"{address}\nCtrl-C ends it.\n")
+    with serve(options.directory) as server, contextlib.suppress(KeyboardInterrupt):
+        sys.stdout.write(f"{server.address}\nCtrl-C ends it.\n")
         sys.stdout.flush()
         threading.Event().wait()
     return 0

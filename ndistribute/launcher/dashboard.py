@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import TCPServer
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -41,6 +42,7 @@ _MOST_EVENTS = 100
 _REPORT_BYTES = 64 << 20  # A report on more takes several seconds.
 _LONG_WAIT_SECONDS = 1.0
 _SHARE_SECONDS = 10.0
+_LAST_LOOK_SECONDS = 2.0
 _TIMELINE_MICROSECONDS = 1e7
 # The page runs no code but its own, and loads nothing from elsewhere.
 _HEADERS = {
@@ -128,7 +130,7 @@ class JobFolder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._followers: dict[Path, Follower] = {}
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()  # To hold during `state` and `timeline`.
 
     def state(self) -> dict[str, Any]:
         """Return what the page shows, but for the timeline."""
@@ -162,8 +164,8 @@ class JobFolder:
         """Return the last spans of each thread, in milliseconds from a common start."""
         _, tasks, traces = self._read()
         rows: list[tuple[str, list[trace_report.Event]]] = []
-        for label, followers in traces.items():
-            trace = trace_report.read_file(followers[-1].path, _TAIL_BYTES)
+        for label in filter(traces.get, tasks):
+            trace = trace_report.read_file(traces[label][-1].path, _TAIL_BYTES)
             spans = () if trace is None else trace.events
             wall = 0.0 if trace is None else trace.wall
             for thread in sorted({span.thread for span in spans}):
@@ -182,34 +184,36 @@ class JobFolder:
 
     def report(self) -> str:
         """Return the trace report on the whole job."""
-        traces = [follower.path for each in self._read()[2].values() for follower in each]
-        folder = traces[0].parent if traces else self._folder
-        if sum(path.stat().st_size for path in traces) > _REPORT_BYTES:
+        _, folder = self._notes()
+        if sum(path.stat().st_size for path in folder.glob("trace-*.json")) > _REPORT_BYTES:
             return f"The traces are large. Run: ndistribute trace report {folder}"
         try:
             return trace_report.report(folder)
         except FileNotFoundError as error:
             return str(error)
 
-    def _read(self) -> tuple[list[dict[str, Any]], Tasks, dict[str, list[Follower]]]:
-        """Return the journal's lines, the tasks, and the followers of each, the oldest first."""
+    def _notes(self) -> tuple[list[dict[str, Any]], Path]:
+        """Return the journal's lines, and the folder of the traces."""
         notes: list[dict[str, Any]] = []
         path = self._folder / JOURNAL
         for line in path.read_bytes().splitlines() if path.exists() else ():
             with contextlib.suppress(ValueError):  # Being written, or cut by a full disk.
                 notes.append(json.loads(line))
+        return notes, Path(notes[0]["traces"]) if notes else self._folder
+
+    def _read(self) -> tuple[list[dict[str, Any]], Tasks, dict[str, list[Follower]]]:
+        """Return the journal's lines, the tasks, and the followers of each, the oldest first."""
+        notes, folder = self._notes()
         tasks, traces = _noted(notes), defaultdict[str, list[Follower]](list)
-        folder = Path(notes[0]["traces"]) if notes else self._folder
         since = notes[0]["time"] - 1 if notes else 0.0  # A file system may count whole seconds.
-        with self._lock:
-            moments = {path: path.stat().st_mtime for path in folder.glob("trace-*.json")}
-            for path in sorted(moments, key=lambda path: moments[path]):
-                follower = self._followers.setdefault(path, Follower(path))
-                follower.follow()
-                if follower.about and moments[path] >= since:  # Else it is of an earlier job.
-                    label = _label(follower.about, tasks)
-                    tasks.setdefault(label, _from_trace(label, follower.about))
-                    traces[label].append(follower)
+        moments = {path: path.stat().st_mtime for path in folder.glob("trace-*.json")}
+        for path in sorted(moments, key=lambda path: moments[path]):
+            follower = self._followers.setdefault(path, Follower(path))
+            follower.follow()
+            if follower.about and moments[path] >= since:  # Else it is of an earlier job.
+                label = _label(follower.about, tasks)
+                tasks.setdefault(label, _from_trace(label, follower.about))
+                traces[label].append(follower)
         for label, task in tasks.items():
             if label not in traces and task["host"] != platform.node():
                 task["note"] = "Its steps and metrics are in its trace, on that host."
@@ -223,8 +227,10 @@ class JobFolder:
         if not paths:
             return ""
         with max(paths, key=lambda path: path.stat().st_mtime).open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
-            return file.read().decode(errors="replace")
+            cut = max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES)
+            file.seek(cut)
+            text = file.read().decode(errors="replace")
+        return text.partition("\n")[2] if cut else text
 
 
 def _noted(notes: Sequence[Mapping[str, Any]]) -> Tasks:
@@ -296,10 +302,9 @@ def _who_waits(tasks: Tasks) -> str:
     states = ["" if t["state"] == "running" else f" ({t['state']})" for t in others]
     whom = [f"{t['name']}{state}" for t, state in zip(others, states, strict=True)]
     began, title = min(t["wait"] for t in waiting)
-    names = ", ".join(t["name"] for t in waiting)
-    verb = "waits" if len(waiting) == 1 else "wait"
-    called = f"{names} {verb} for {', '.join(whom) or 'each other'}"
-    return f"{called}: {title.strip()}, for {now - began:.0f} s."
+    who = " and ".join(t["name"] for t in waiting) + (" has" if len(waiting) == 1 else " have")
+    call = title.removeprefix("wait").strip()
+    return f"{who} waited {now - began:.0f} s for {' and '.join(whom) or 'each other'}: {call}"
 
 
 def _thinned(points: Points) -> Points:
@@ -311,7 +316,7 @@ def _milliseconds(span: trace_report.Event, start: float) -> tuple[float, float,
     return round(place[0], 3), round(place[1], 3), span.name, span.title
 
 
-class _Server(ThreadingHTTPServer):
+class PageServer(ThreadingHTTPServer):
     """A server on loopback whose end waits for no browser."""
 
     daemon_threads = False  # They are joined at the end.
@@ -319,7 +324,13 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, job: JobFolder) -> None:
         self.token, self.job = secrets.token_urlsafe(16), job
         self._connections: set[Any] = set()
+        self.asked, self.has_told_end = 0.0, threading.Event()
         super().__init__(("127.0.0.1", 0), _Handler)
+        self.address = f"http://127.0.0.1:{self.server_address[1]}/{self.token}/"
+
+    def server_bind(self) -> None:
+        """Bind without asking for the name of this machine, which may take long."""
+        TCPServer.server_bind(self)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         self._connections.add(request)
@@ -332,6 +343,11 @@ class _Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print nothing: the browser has gone."""
 
+    def await_last_look(self) -> None:
+        """Wait shortly, if a page is open, until it has the end of the job."""
+        if time.monotonic() - self.asked < _LAST_LOOK_SECONDS:
+            self.has_told_end.wait(_LAST_LOOK_SECONDS)
+
     def server_close(self) -> None:
         for connection in [*self._connections]:
             with contextlib.suppress(OSError):  # Browsers open some that they do not use.
@@ -340,7 +356,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+    server: PageServer
     timeout = 30.0  # Of a connection without a request.
 
     def do_GET(self) -> None:
@@ -351,7 +367,13 @@ class _Handler(BaseHTTPRequestHandler):
             if not self._is_allowed(token):
                 self._answer(403, "text/plain", "Use the whole address that was printed.\n")
             elif name in answers:
-                self._answer(200, "application/json", json.dumps(answers[name]()))
+                with job.lock if name != "report" else contextlib.nullcontext():
+                    told: Any = answers[name]()
+                self._answer(200, "application/json", json.dumps(told))
+                if name == "state":
+                    self.server.asked = time.monotonic()
+                if name == "state" and told["end"]:
+                    self.server.has_told_end.set()
             elif name:
                 self._answer(404, "text/plain", "There is no such page.\n")
             else:
@@ -385,14 +407,14 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def serve(folder: Path) -> Iterator[str]:
-    """Return a context manager that serves the page of a folder, and yields its address."""
-    with _Server(JobFolder(folder)) as server:
+def serve(folder: Path) -> Iterator[PageServer]:
+    """Return a context manager in which the page of a folder is served."""
+    with PageServer(JobFolder(folder)) as server:
         answer, name = server.serve_forever, "ndistribute dashboard"
         thread = threading.Thread(target=answer, args=(0.1,), name=name, daemon=True)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}/{server.token}/"
+            yield server
         finally:
             server.shutdown()
             thread.join()
@@ -403,9 +425,10 @@ def begin(
     folder: Path, command: Sequence[str], environ: Mapping[str, str], console: Console
 ) -> Iterator[None]:
     """Return a context manager in which a job of the launcher has a page."""
-    with serve(folder) as address:
-        console.say(f"dashboard: {address} (later: ndistribute dashboard {folder})")
+    with serve(folder) as server:
+        console.say(f"dashboard: {server.address} (later: ndistribute dashboard {folder})")
         console.journal = folder / JOURNAL
         about = {"pid": os.getpid(), "host": platform.node()}
         console.note(job=shlex.join(command), traces=environ["NDISTRIBUTE_TRACE"], **about)
         yield
+        server.await_last_look()

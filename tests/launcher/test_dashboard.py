@@ -131,15 +131,15 @@ def test_the_page_of_a_folder_ends_with_ctrl_c(tmp_path):
 def test_only_who_has_the_token_and_asks_this_machine_gets_an_answer(
     tmp_path, path, host, method, status
 ):
-    with serve(tmp_path) as address:
-        root, _, token = address.strip("/").rpartition("/")
+    with serve(tmp_path) as server:
+        root, _, token = server.address.strip("/").rpartition("/")
         assert get(f"{root}/{path.replace('TOKEN', token)}", host, method)[0] == status
 
 
 def test_a_connection_without_a_request_does_not_hold_up_the_end(tmp_path):
-    with serve(tmp_path) as address:
-        idle = socket.create_connection(("127.0.0.1", urlsplit(address).port), HANG_SECONDS)
-        assert get(f"{address}state")[0] == 200
+    with serve(tmp_path) as server:
+        idle = socket.create_connection(server.server_address, HANG_SECONDS)
+        assert get(f"{server.address}state")[0] == 200
     with idle:  # The fixture of all tests finds threads that are left.
         assert idle.recv(1) == b""
 
@@ -156,10 +156,12 @@ def test_who_waits_for_whom_is_known_before_the_wait_ends(tmp_path):
                 recorder.wait('wait "all_reduce" #1', time.monotonic_ns() - 5 * 10**9)
         job = JobFolder(tmp_path)
         assert job.state()["waits"].startswith(
-            "worker 0, worker 2 wait for worker 1: wait 'all_reduce' #1, for 5 s"
+            "worker 0 and worker 2 have waited 5 s for worker 1: 'all_reduce' #1"
         )
         recorder.wait(None)
-        assert job.state()["waits"].startswith("worker 0 waits for worker 1, worker 2: ")
+        assert job.state()["waits"].startswith(
+            "worker 0 has waited 5 s for worker 1 and worker 2: "
+        )
 
 
 def test_a_trace_is_followed_while_it_grows_and_after_its_process_starts_again(tmp_path):
@@ -177,6 +179,24 @@ def test_a_trace_is_followed_while_it_grows_and_after_its_process_starts_again(t
     assert [value for _, value in job.state()["series"]["loss"]["worker 0"]][:4] == [
         *(0.5, None, None, 0.5),
     ]
+
+
+def test_what_the_page_does_not_know_of_other_hosts_and_of_mpi_is_said(tmp_path):
+    here = socket.gethostname()
+    about = {"job": "train.py", "traces": str(tmp_path), "pid": os.getpid(), "host": here}
+    started_at = [("0", ""), ("1", "alice"), ("mpiexec", ""), ("ssh alice", "alice")]
+    notes = [about, *({"task": task, "pid": 1, "host": host} for task, host in started_at)]
+    notes += [{"task": "1", "code": 255}, {"text": "starting it again"}]
+    lines = "".join(json.dumps({"time": time.time(), **note}) + "\n" for note in notes)
+    (tmp_path / "journal.jsonl").write_text(f'{lines}{{"time": 1')  # The last one is being written.
+    state = JobFolder(tmp_path).state()
+    tasks = {task["name"]: task for task in state["tasks"]}
+    assert set(tasks) == {"worker 0", "worker 1", "mpiexec"}
+    assert [tasks[f"worker {k}"]["state"] for k in range(2)] == ["running", "exit code 255"]
+    assert "on that host" in tasks["worker 1"]["note"]
+    assert "note" not in tasks["worker 0"]
+    assert "ranks" in tasks["mpiexec"]["note"]
+    assert state["events"][0][1] == "starting it again"
 
 
 def test_a_job_without_a_dashboard_pays_nothing(tmp_path):
@@ -256,7 +276,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 def test_a_browser_shows_a_killed_worker_within_two_seconds(tmp_path):
     text = "document.body.innerText"
     with (
-        job(tmp_path, "--elastic") as (_, address),
+        job(tmp_path, "--elastic") as (launcher, address),
         contextlib.closing(Browser(tmp_path / "profile")) as browser,
     ):
         browser.open(address)
@@ -271,3 +291,5 @@ def test_a_browser_shows_a_killed_worker_within_two_seconds(tmp_path):
         browser.until("document.querySelectorAll('#timeline rect').length > 10")
         browser.until("document.querySelector('#logs').textContent.includes('<b>pid</b>')")
         browser.until("document.querySelector('#logs b') === null")  # It was not taken as HTML.
+        launcher.terminate()
+        browser.until(f"{text}.includes('ended with exit code 143')")
