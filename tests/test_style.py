@@ -33,7 +33,7 @@ BUDGETS = {
     "estimator": 1470,
     "graph": 4703,
     "jit": 1652,
-    "launcher": 2193,
+    "launcher": 2184,
     "models": 7356,
     "optimizers": 1025,
     "parameter_server": 2143,

@@ -43,7 +43,6 @@ _REPORT_BYTES = 64 << 20  # A report on more takes several seconds.
 _LONG_WAIT_SECONDS = 1.0
 _SHARE_SECONDS = 10.0
 _LAST_LOOK_SECONDS = 2.0
-_TIMELINE_MICROSECONDS = 1e7
 # The page runs no code but its own, and loads nothing from elsewhere.
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -135,7 +134,7 @@ class JobFolder:
     def state(self) -> dict[str, Any]:
         """Return what the page shows, but for the timeline."""
         notes, tasks, traces = self._read()
-        events = {note["text"]: note["time"] for note in notes if "text" in note}
+        changes: dict[str, float] = {}
         series: dict[str, dict[str, Points]] = defaultdict(lambda: defaultdict(list))
         for label, followers in traces.items():
             tasks[label] |= _traced(followers, tasks[label]["state"] == "running")
@@ -144,10 +143,12 @@ class JobFolder:
                     series[name][tasks[label]["name"]] += _thinned(points)
                 for text, moment in each.changes.items():
                     if ":" in text:  # Each worker notes it; the first one counts.
-                        events[text] = min(moment, events.get(text, moment))
+                        changes[text] = min(moment, changes.get(text, moment))
         for label, task in tasks.items():
             task["log"] = self._log(label)
         end = next((note for note in notes if "end" in note), None)
+        events = [(note["time"], note["text"]) for note in notes if "text" in note]
+        events += [(moment, text) for text, moment in changes.items()]
         return {
             "now": time.time(),
             "job": notes[0]["job"] if notes else str(self._folder),
@@ -155,32 +156,24 @@ class JobFolder:
             "end": end,
             "runs": end is None and any(task["state"] == "running" for task in tasks.values()),
             "waits": _who_waits(tasks),
-            "events": sorted((moment, text) for text, moment in events.items())[-_MOST_EVENTS:],
+            "events": sorted(events)[-_MOST_EVENTS:],
             "series": {name: lines for name, lines in series.items() if any(lines.values())},
             "tasks": list(tasks.values()),
         }
 
-    def timeline(self) -> dict[str, Any]:
-        """Return the last spans of each thread, in milliseconds from a common start."""
+    def timeline(self) -> list[tuple[str, list[tuple[float, float, str, str]]]]:
+        """Return the last spans of each thread: milliseconds since 1970 and in it, name, title."""
         _, tasks, traces = self._read()
-        rows: list[tuple[str, list[trace_report.Event]]] = []
+        rows = []
         for label in filter(traces.get, tasks):
-            trace = trace_report.read_file(traces[label][-1].path, _TAIL_BYTES)
-            spans = () if trace is None else trace.events
-            wall = 0.0 if trace is None else trace.wall
-            for thread in sorted({span.thread for span in spans}):
-                last = [span for span in spans if span.thread == thread][-_MOST_SPANS:]
-                moved = [s._replace(start=s.start + wall, end=s.end + wall) for s in last]
-                rows.append((tasks[label]["name"], sorted(moved, key=lambda span: span.start)))
-        end = max((span.end for _, spans in rows for span in spans), default=0.0)
-        # As long as all rows go back.
-        lengths = [max(span.end for span in spans) - spans[0].start for _, spans in rows]
-        start = end - max(2e4, min([_TIMELINE_MICROSECONDS, *lengths]))
-        shown = [
-            (name, [_milliseconds(span, start) for span in spans if span.end > start])
-            for name, spans in rows
-        ]
-        return {"milliseconds": (end - start) / 1e3, "rows": shown}
+            path = traces[label][-1].path
+            trace = trace_report.read_file(path, _TAIL_BYTES) or trace_report.Trace(label)
+            for thread in sorted({span.thread for span in trace.events}):
+                last = [span for span in trace.events if span.thread == thread][-_MOST_SPANS:]
+                times = [((trace.wall + s.start) / 1e3, (s.end - s.start) / 1e3) for s in last]
+                spans = [(*t, s.name, s.title) for t, s in zip(times, last, strict=True)]
+                rows.append((tasks[label]["name"], sorted(spans)))
+        return rows
 
     def report(self) -> str:
         """Return the trace report on the whole job."""
@@ -255,8 +248,8 @@ def _noted(notes: Sequence[Mapping[str, Any]]) -> Tasks:
 
 def _task(label: str, host: str) -> dict[str, Any]:
     name = f"worker {label}" if label.isdigit() else label
-    role = re.sub("[ :].*", "", name)
-    return {"name": name, "role": role, "host": host, "state": "", "starts": 0, "pid": 0}
+    known = {"name": name, "role": re.sub("[ :].*", "", name), "host": host}
+    return {**known, "state": "", "starts": 0, "pid": 0}
 
 
 def _from_trace(label: str, about: Mapping[str, Any]) -> dict[str, Any]:
@@ -309,11 +302,6 @@ def _who_waits(tasks: Tasks) -> str:
 
 def _thinned(points: Points) -> Points:
     return points[:: max(1, len(points) // _MOST_POINTS)] + points[-1:]
-
-
-def _milliseconds(span: trace_report.Event, start: float) -> tuple[float, float, str, str]:
-    place = (span.start - start) / 1e3, (span.end - span.start) / 1e3
-    return round(place[0], 3), round(place[1], 3), span.name, span.title
 
 
 class PageServer(ThreadingHTTPServer):

@@ -87,8 +87,8 @@ def test_a_running_job_is_shown_and_what_is_left_of_it_later(tmp_path):
         assert state["runs"]
         assert state["end"] is None
         _, shown = get(f"{address}timeline")
-        assert {name for name, _ in shown["rows"]} >= {"worker 0", "worker 1"}
-        assert "compute" in {span[2] for _, spans in shown["rows"] for span in spans}
+        assert {name for name, _ in shown} >= {"worker 0", "worker 1"}
+        assert "compute" in {span[2] for _, spans in shown for span in spans}
         assert "2 processes" in get(f"{address}report")[1]
         launcher.terminate()
         assert launcher.wait(HANG_SECONDS) == 128 + signal.SIGTERM
