@@ -33,7 +33,7 @@ BUDGETS = {
     "estimator": 1470,
     "graph": 4703,
     "jit": 1652,
-    "launcher": 2184,
+    "launcher": 2188,
     "models": 7356,
     "optimizers": 1025,
     "parameter_server": 2143,
@@ -44,7 +44,7 @@ BUDGETS = {
     "variables": 1146,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 42849
+TESTS_BUDGET = 42860
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

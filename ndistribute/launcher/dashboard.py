@@ -37,7 +37,7 @@ _CHUNK_BYTES = 4 << 20
 _LOG_BYTES = 4096
 _TAIL_BYTES = 128 << 10  # Of each trace, for the timeline.
 _MOST_SPANS = 500
-_MOST_POINTS = 300
+_MOST_POINTS = 400
 _MOST_EVENTS = 100
 _REPORT_BYTES = 64 << 20  # A report on more takes several seconds.
 _LONG_WAIT_SECONDS = 1.0
@@ -94,9 +94,9 @@ class Follower:
         if entry["ph"] == "X":
             self.changes.setdefault(values["title"], moment + entry["dur"] / 1e6)
         elif name == PROGRESS:
-            self.progress.append((moment, values))
+            _keep(self.progress, (moment, values))
         else:
-            self.values[name].append((moment, values["value"]))
+            _keep(self.values[name], (moment, values["value"]))
 
     def _wall(self, microseconds: float) -> float:
         return (microseconds + float(self.about["wall_minus_clock_us"])) / 1e6
@@ -140,7 +140,7 @@ class JobFolder:
             tasks[label] |= _traced(followers, tasks[label]["state"] == "running")
             for each in followers:
                 for name, points in {"steps/s": each.rates(), **each.values}.items():
-                    series[name][tasks[label]["name"]] += _thinned(points)
+                    series[name][tasks[label]["name"]] += points
                 for text, moment in each.changes.items():
                     if ":" in text:  # Each worker notes it; the first one counts.
                         changes[text] = min(moment, changes.get(text, moment))
@@ -300,8 +300,10 @@ def _who_waits(tasks: Tasks) -> str:
     return f"{who} waited {now - began:.0f} s for {' and '.join(whom) or 'each other'}: {call}"
 
 
-def _thinned(points: Points) -> Points:
-    return points[:: max(1, len(points) // _MOST_POINTS)] + points[-1:]
+def _keep(points: list[Any], point: Any) -> None:
+    points.append(point)
+    if len(points) > _MOST_POINTS:  # Older ones become rarer.
+        del points[1 : len(points) // 2 : 2]
 
 
 class PageServer(ThreadingHTTPServer):
@@ -417,6 +419,7 @@ def begin(
         console.say(f"dashboard: {server.address} (later: ndistribute dashboard {folder})")
         console.journal = folder / JOURNAL
         about = {"pid": os.getpid(), "host": platform.node()}
-        console.note(job=shlex.join(command), traces=environ["NDISTRIBUTE_TRACE"], **about)
+        traces = os.path.abspath(environ["NDISTRIBUTE_TRACE"])
+        console.note(job=shlex.join(command), traces=traces, **about)
         yield
         server.await_last_look()

@@ -178,7 +178,8 @@ def _environment(options: JobOptions, stderr: int) -> dict[str, str]:
     if options.min_workers:  # A worker that is started again needs the secret of the others.
         environ |= job_environment(environ)
     if options.dashboard and options.log_dir is not None:
-        environ.setdefault("NDISTRIBUTE_TRACE", str(options.log_dir.absolute()))
+        traces = environ.get("NDISTRIBUTE_TRACE") or str(options.log_dir.absolute())
+        environ["NDISTRIBUTE_TRACE"] = traces
     if not options.verbose:
         environ.setdefault(tracebacks.VARIABLE, tracebacks.SHORT)
     if os.isatty(stderr) and (columns := os.get_terminal_size(stderr).columns):

@@ -181,6 +181,19 @@ def test_a_trace_is_followed_while_it_grows_and_after_its_process_starts_again(t
     ]
 
 
+def test_a_long_job_keeps_few_points_which_become_rarer_with_age(tmp_path):
+    with contextlib.closing(timeline.Recorder(tmp_path)) as recorder:
+        for step in range(5000):
+            recorder.count("loss", step)
+        recorder.flush()
+    (points,) = JobFolder(tmp_path).state()["series"]["loss"].values()
+    values = [value for _, value in points]
+    assert len(values) <= 400
+    assert (values[0], values[-1]) == (0, 4999)
+    assert values == sorted(values)
+    assert values[-1] - values[-100] < values[100] - values[0]
+
+
 def test_what_the_page_does_not_know_of_other_hosts_and_of_mpi_is_said(tmp_path):
     here = socket.gethostname()
     about = {"job": "train.py", "traces": str(tmp_path), "pid": os.getpid(), "host": here}
