@@ -31,7 +31,7 @@ from ndistribute.models.layers.layer import Layer
 from ndistribute.models.newcomers import is_outside, sharing, training_loop
 from ndistribute.models.position import NO_BATCHES, TrainingPosition, warn_of_end
 from ndistribute.models.training_steps import TrainingSteps
-from ndistribute.timeline import counter, counters_due
+from ndistribute.timeline import counter, counters_due, enabled
 
 
 class Trainer(TrainingSteps):
@@ -486,7 +486,7 @@ _END = object()
 
 
 def _trace(logs: Mapping[str, Any]) -> None:
-    for name, value in logs.items():
+    for name, value in logs.items() if enabled() else ():
         counter(name, np.mean(value))
 
 
