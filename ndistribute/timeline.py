@@ -319,7 +319,11 @@ def counter(name: str, value: float) -> None:
 
 
 def counters_due() -> bool:
-    """Return True if tracing is enabled, and half a second has passed since the last True."""
+    """Return True if tracing is enabled, and half a second has passed since the last True.
+
+    >>> counters_due()
+    False
+    """
     now = time.monotonic_ns()
     if _recorder is None or now - _recorder.last_count < _FLUSH_NANOSECONDS:
         return False
