@@ -77,9 +77,8 @@ class Recorder:
         self._threads: dict[int, tuple[int, str]] = {}  # Number and name by identifier.
         self._named = 0  # The number of threads whose names are in the file.
         self._totals: dict[str, int] = {}  # The nanoseconds in spans, without nested ones.
-        self._ended: dict[
-            int, deque[tuple[str, int, int]]
-        ] = {}  # By thread: name, start, duration.
+        # Of each thread: name, start, duration.
+        self._ended: dict[int, deque[tuple[str, int, int]]] = {}
         self._steps: Counter[int] = Counter()  # The number of outermost compute spans by thread.
         self._progressed = 0  # When `PROGRESS` was written.
         self._counts: list[tuple[str, float, int]] = []  # Name, value, time.
@@ -217,10 +216,8 @@ class Recorder:
 
     def _open(self) -> BinaryIO:
         self._directory.mkdir(parents=True, exist_ok=True)
-        boot, job = (
-            Path("/proc/sys/kernel/random/boot_id"),
-            os.environ.get("NDISTRIBUTE_JOB_ID", ""),
-        )
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        job = os.environ.get("NDISTRIBUTE_JOB_ID", "")
         about = {
             "name": self._title,
             "names": self._names,

@@ -39,7 +39,7 @@ BUDGETS = {
     "parameter_server": 2143,
     "strategies": 2250,
     "task": 303,
-    "top level": 3322,
+    "top level": 3318,
     "transport": 2014,
     "variables": 1146,
 }
