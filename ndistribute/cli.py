@@ -6,10 +6,13 @@ No other file of the package writes to the terminal. A subcommand imports what o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -68,6 +71,11 @@ def parser() -> argparse.ArgumentParser:
     trace.add_argument("what", choices=("merge", "report"))
     trace.add_argument("directory", type=Path)
     trace.set_defaults(act=_trace)
+    page = "a page in the browser about a job that was run with --dashboard, or traced"
+    dashboard = commands.add_parser("dashboard", help=page, description=f"Show {page}.")
+    where = "that of --dashboard or NDISTRIBUTE_TRACE"
+    dashboard.add_argument("directory", type=Path, metavar="DIR", help=where)
+    dashboard.set_defaults(act=_dashboard)
     return top
 
 
@@ -89,6 +97,8 @@ def job_options(options: argparse.Namespace) -> JobOptions:
     _check_servers(options)
     _check_elastic(options)
     hosts = _hosts(options)
+    if options.dashboard and options.log_dir is None:
+        options.log_dir = Path(time.strftime(f"dashboard-%Y%m%d-%H%M%S-{os.getpid()}"))
     if options.elastic:
         _check_places(options, hosts, command[0])
     values = {
@@ -221,6 +231,8 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     in_advance = "processes that have imported in advance, for workers that are started again"
     run.add_argument("--spares", type=int, metavar="N", help=in_advance)
     run.add_argument("--log-dir", type=Path, metavar="DIR", help="write output files here")
+    page = "show the job in the browser; what it shows is kept in --log-dir, or in a new folder"
+    run.add_argument("--dashboard", action="store_true", help=page)
     run.add_argument("--timeout", type=float, metavar="S", help="stop the job after S seconds")
     run.add_argument("--verbose", action="store_true", help="print whole tracebacks")
     run.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
@@ -277,4 +289,16 @@ def _trace(options: argparse.Namespace) -> int:
         raise ValueError(f"{options.directory} is not a directory: pass that of NDISTRIBUTE_TRACE.")
     done = merge(options.directory) if options.what == "merge" else report(options.directory)
     sys.stdout.write(f"{done}\n")
+    return 0
+
+
+def _dashboard(options: argparse.Namespace) -> int:
+    from ndistribute.launcher.dashboard import serve
+
+    if not options.directory.is_dir():
+        raise ValueError(f"{options.directory} is not a directory: pass that of the job.")
+    with serve(options.directory) as server, contextlib.suppress(KeyboardInterrupt):
+        sys.stdout.write(f"{server.address}\nCtrl-C ends it.\n")
+        sys.stdout.flush()
+        threading.Event().wait()
     return 0

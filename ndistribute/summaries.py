@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute import event_files
+from ndistribute import event_files, timeline
 from ndistribute.context import get_replica_context
 from ndistribute.event_files import EventFile
 from ndistribute.exports import export as _export
@@ -120,7 +120,9 @@ def _writing(make: Callable[..., bytes]) -> Callable[..., bool]:
 @_writing
 def scalar(name: str, data: Any) -> bytes:
     """Write a number."""
-    return event_files.scalar(name, float(data))
+    value = float(data)
+    timeline.counter(name, value)
+    return event_files.scalar(name, value)
 
 
 @_writing

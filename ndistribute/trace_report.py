@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -94,7 +95,7 @@ def read(directory: str | os.PathLike[str]) -> list[Trace]:
     Raises:
         FileNotFoundError: the directory has no trace with events.
     """
-    contents = map(_read_file, sorted(Path(directory).glob("trace-*.json")))
+    contents = map(read_file, sorted(Path(directory).glob("trace-*.json")))
     traces = [trace for trace in contents if trace is not None and trace.events]
     if not traces:
         raise FileNotFoundError(
@@ -124,24 +125,27 @@ def _computed(trace: Trace) -> float:
     return trace.wall + max((e.start for e in trace.events if e.name == "compute"), default=-inf)
 
 
-def _read_file(path: Path) -> Trace | None:
-    """Return the trace in a file; None if its first line is incomplete."""
-    first, *lines = path.read_text(errors="replace").splitlines() or [""]
+def read_file(path: Path, last_bytes: int = sys.maxsize) -> Trace | None:
+    """Return the trace in a file, or its last part; None if its first line is incomplete."""
+    with path.open("rb") as file:
+        first = file.readline()
+        file.seek(max(file.tell(), file.seek(0, os.SEEK_END) - last_bytes))
+        lines = file.read().splitlines()
     try:
-        about = json.loads(first + "]}")["otherData"]
+        about = json.loads(first + b"]}")["otherData"]
     except (ValueError, KeyError):
         return None
     events: list[Event] = []
     threads: dict[int, str] = {}
     for line in lines:
         try:
-            entry = json.loads(line.rstrip(","))
-        except ValueError:  # The file's tail, or the last line of a killed process.
+            entry = json.loads(line.rstrip(b","))
+        except ValueError:  # The file's tail, or a line that is cut.
             continue
         if entry["ph"] == "X":
             start, title = entry["ts"], entry.get("args", {}).get("title", "")
             events.append(Event(entry["name"], title, start, start + entry["dur"], entry["tid"]))
-        elif entry["name"] == "thread_name":
+        elif entry["ph"] == "M" and entry["name"] == "thread_name":
             threads[entry["tid"]] = entry["args"]["name"]
     who = about["name"], tuple(about["names"])
     when = about["clock"], about["wall_minus_clock_us"]

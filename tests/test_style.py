@@ -33,18 +33,18 @@ BUDGETS = {
     "estimator": 1470,
     "graph": 4703,
     "jit": 1652,
-    "launcher": 1808,
-    "models": 7341,
+    "launcher": 2163,
+    "models": 7349,
     "optimizers": 1046,
     "parameter_server": 2190,
     "strategies": 2372,
     "task": 303,
-    "top level": 3218,
+    "top level": 3321,
     "transport": 2022,
     "variables": 1153,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 43146
+TESTS_BUDGET = 43425
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

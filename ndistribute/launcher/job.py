@@ -32,6 +32,7 @@ class JobOptions:
     min_workers: int = 0  # With which an elastic job goes on; 0: the job is not elastic.
     max_workers: int | None = None  # None: as many as the hosts take.
     spares: int = 0  # Processes that have imported in advance.
+    dashboard: bool = False  # Whether a page shows the job; what it shows is in `log_dir`.
     hosts_file: Path | None = None  # Watched: workers are added and removed.
 
     @property

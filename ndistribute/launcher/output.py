@@ -6,12 +6,15 @@ complete too. Only `close` waits for the reader of the launcher's output.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from ndistribute.launcher.commands import MPIEXEC, parse_tagged
 
@@ -92,18 +95,21 @@ class Console:
 
     # Whether a traceback that another rank has printed is printed in one line.
     short = False
+    # A file of what became of the tasks, which the dashboard reads: a JSON object a line.
+    journal: Path | None = None
 
     def __init__(self, out: Writer, err: Writer, log_dir: Path | None = None) -> None:
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
         self._writers = {"stdout": out, "stderr": err}
         self._log_dir = log_dir
+        self._logs: set[Path] = set()
         self.begin(0)
 
     def begin(self, attempt: int) -> None:
         """Start an attempt: drop the lines of the last one, and write to new files."""
         self._suffix = f".{attempt}.log" if attempt else ".log"
-        self._logs: set[Path] = set()
+        self._logs = {path for path in self._logs if path == self.journal}
         self._full: set[Path] = set()
         self._rests: dict[tuple[str, str], bytes] = {}
         self._kept: dict[str, deque[bytes]] = {}
@@ -175,6 +181,13 @@ class Console:
         """Write a message of the launcher and lines that belong to it to the standard error."""
         text = b"\n".join([f"ndistribute run: {message}".encode(), *report])
         self._writers["stderr"].write(text + b"\n")
+        self.note(text=message)
+
+    def note(self, **facts: Any) -> None:
+        """Add a line to the journal, if there is one."""
+        if self.journal is not None:
+            line = json.dumps({"time": time.time(), **facts})
+            self._log(self.journal, f"{line}\n".encode())
 
     def kept(self, rank: str) -> list[bytes]:
         """Return the last lines that a rank wrote to its standard error."""

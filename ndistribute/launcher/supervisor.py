@@ -234,6 +234,8 @@ class TaskSupervisor:
         if task.start.listener is not None:
             set_accepting(task.start.listener, True)
         task.running = self.begin(task.start)
+        host = "" if task.start.host is None else task.start.host.name
+        self.console.note(task=task.start.label, pid=task.running.pid, host=host)
         ended = partial(self._ended, task, task.running)
         self._selector.register(task.running.done, selectors.EVENT_READ, ended)
         for output in task.running.outputs:
@@ -257,6 +259,7 @@ class TaskSupervisor:
     def _ended(self, task: Task, running: Process) -> None:
         self._selector.unregister(running.done)
         task.code = running.code()
+        self.console.note(task=task.start.label, code=task.code)
         for output in running.outputs:
             self._read(*output, _MOST_READS)
             if output[0] in self._selector.get_map():
@@ -367,6 +370,7 @@ class Process:
     outputs: Sequence[tuple[int, str, str]]  # Pipes to read: descriptor, label, stream.
     kill: Callable[[], None]  # Kills the reaper, so that the wait ends.
     lost: Exception | None = None  # Why it cannot be restarted, or None.
+    pid = 0  # Of its reaper, or of ssh.
 
     def __init__(self, environ: Mapping[str, str], start: Start) -> None:
         env, script, fds = dict(environ), "", [*start.inherited]
@@ -386,7 +390,7 @@ class Process:
         self._popen = Popen(
             cmd, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=env, start_new_session=True, pass_fds=fds
         )
-        self.kill = self._popen.kill
+        self.kill, self.pid = self._popen.kill, self._popen.pid
         self.done = os.pidfd_open(self._popen.pid)
         pipes = self._popen.stdin, self._popen.stdout, self._popen.stderr
         self._input, *self._pipes = (cast("IO[bytes]", pipe) for pipe in pipes)

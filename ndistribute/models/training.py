@@ -31,6 +31,7 @@ from ndistribute.models.layers.layer import Layer
 from ndistribute.models.newcomers import sharing, training_loop
 from ndistribute.models.position import NO_BATCHES, TrainingPosition, warn_of_end
 from ndistribute.models.training_steps import TrainingSteps
+from ndistribute.timeline import counter, counters_due, enabled
 
 
 class Trainer(TrainingSteps):
@@ -144,6 +145,7 @@ class Trainer(TrainingSteps):
                     if scored and epoch + 1 in validated:
                         scores = self.evaluate(**scored, callbacks=called)
                         logs |= {f"val_{name}": value for name, value in scores.items()}
+                    _trace(logs)
                     position.epoch, position.step = epoch + 1, 0
                     called.call("on_epoch_end", epoch, logs)
             if is_running:
@@ -367,8 +369,11 @@ class Trainer(TrainingSteps):
 
     def _end_batch(self, end: Sequence[Callable[..., None]], number: int) -> None:
         """Call the methods of callbacks for the end of a batch, which alone need its logs."""
-        if end:
+        is_traced = counters_due()
+        if end or is_traced:
             logs = self._local_logs()
+            if is_traced:
+                _trace(logs)
             for call in end:
                 call(number, logs)
 
@@ -475,6 +480,11 @@ class Trainer(TrainingSteps):
 
 
 _END = object()
+
+
+def _trace(logs: Mapping[str, Any]) -> None:
+    for name, value in logs.items() if enabled() else ():
+        counter(name, np.mean(value))
 
 
 def _as_asked(logs: dict[str, Any], return_dict: bool) -> Any:

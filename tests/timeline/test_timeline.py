@@ -9,6 +9,8 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
+
 from ndistribute import timeline, trace_report
 
 PROGRAM = """
@@ -148,6 +150,18 @@ def test_an_elastic_worker_keeps_its_file_when_its_rank_changes(tmp_path: Path):
     recorder.close()
     assert [path.name for path in tmp_path.iterdir()] == ["trace-worker-1.json"]
     assert len(trace_report.read(tmp_path)[0].events) == 2
+
+
+def test_a_process_that_starts_again_in_its_job_keeps_what_it_had_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for job, files in (("a", 1), ("a", 2), ("b", 2), ("b", 2)):
+        monkeypatch.setenv("NDISTRIBUTE_JOB_ID", job)
+        with contextlib.closing(timeline.Recorder(tmp_path)) as recorder:
+            recorder.identify("rank 0", ["rank 0"])
+            recorder.add("compute", "", 0, 1)
+        assert len(list(tmp_path.iterdir())) == files
+    assert len(trace_report.read(tmp_path)) == 1
 
 
 def test_a_file_that_is_full_counts_what_it_leaves_out(tmp_path: Path):
