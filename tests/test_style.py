@@ -34,7 +34,7 @@ BUDGETS = {
     "graph": 4703,
     "jit": 1652,
     "launcher": 1827,
-    "models": 7303,
+    "models": 7304,
     "optimizers": 1025,
     "parameter_server": 2143,
     "strategies": 2250,
@@ -44,7 +44,7 @@ BUDGETS = {
     "variables": 1146,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 42525
+TESTS_BUDGET = 42590
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
