@@ -46,7 +46,7 @@ def _boxes(rows: list[str]) -> Iterator[str]:
     }.items():
         for top, row in enumerate(rows):
             # A title may interrupt the upper line.
-            for match in re.finditer(f"{corner}[─═┬┴┼][^│║┌╔┐╗]*{right}", row):
+            for match in re.finditer(f"{corner}[─═┬┴┼][^│║┌╔┐╗▶◀]*{right}", row):
                 left, end = match.start(), match.end() - 1
                 bottom = top + 1
                 while bottom < len(rows) and _at(rows, left, bottom) in down:

@@ -300,6 +300,8 @@ def _page(name: str) -> str:
         return text + f".. automodule:: nd.{name}\n   :no-members:\n   :no-index:\n"
     if inspect.isclass(value):
         return text + _class_body(name, value)
+    if isinstance(value, str):  # Autodoc would show the docstring of `str`.
+        return text + f".. py:data:: nd.{name}\n   :value: {value!r}\n"
     return text + f".. auto{'function' if inspect.isroutine(value) else 'data'}:: nd.{name}\n"
 
 
