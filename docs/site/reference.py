@@ -210,13 +210,19 @@ def targets() -> dict[str, str]:
 
 
 def target(text: str) -> str | None:
-    """Return the name that a text in backticks stands for, such as ``strategy.run(step)``."""
+    """Return the name that a text in backticks stands for, such as ``strategy.run(step)``.
+
+    An attribute of a class may be described in its docstring alone, which only the page shows.
+    """
     name = re.sub(r"\((?:[^()]|\([^()]*\))*\)", "", text)
     short = name.removeprefix("ndistribute.").removeprefix("nd.")
     is_clear = "_" in name or "." in name or name in CLEAR or not name.islower()
     if name != text and "." not in short:
         return targets().get(f"{short}()") or targets().get(short)
-    return targets().get(short) if is_clear else None
+    home, _, attribute = short.rpartition(".")
+    home = OBJECTS.get(home) or targets().get(home, "")
+    is_class = home.rpartition(".")[2][:1].isupper()
+    return targets().get(short, f"{home}.{attribute}" if is_class else None) if is_clear else None
 
 
 def write_pages(folder: Path) -> None:
@@ -282,7 +288,7 @@ IN_PARTS = ("Layers", "Graph programs", "Estimators")
 
 
 def _part(name: str) -> str:
-    module = getattr(find(name), "__module__", None) or ""
+    module = getattr(find(name), "__module__", None) or "constants"
     return module.rpartition(".")[2].replace("_", " ").capitalize()
 
 
