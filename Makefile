@@ -30,7 +30,7 @@ help:
 	@echo 'make test      run the tests and every example in the documentation'
 	@echo 'make hosts-test  run the tests on several imitated hosts; needs root'
 	@echo 'make lint      ruff (rules and format) and mypy --strict'
-	@echo 'make docs      build the API reference: build/reference/index.html'
+	@echo 'make docs      build the site of guides and reference: build/site/index.html'
 	@echo 'make bench     measure; writes benchmarks/results'
 	@echo 'make package   build the wheel and the source archive in dist, and try both in new environments'
 	@echo 'make gpu-test  run the tests that need a GPU (CUDA=cuda12 or CUDA=cuda13)'
@@ -53,7 +53,7 @@ lint: $(VENV)/ready-test
 	$(PY) -m mypy
 
 docs: $(VENV)/ready-docs
-	$(PY) -m sphinx -W --keep-going -q -b html docs/reference build/reference
+	$(PY) -m sphinx -W --keep-going -q -E -j 2 -b html -c docs/site -d build/doctrees . build/site
 
 bench: $(VENV)/ready-bench
 	$(PY) -m benchmarks.run_all --out benchmarks/results $(ARGS)
@@ -100,7 +100,7 @@ cupy-check: cupy
 	done
 
 clean:
-	rm -rf $(VENV) .venv-* build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-* build dist docs/reference *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/ready: setup.cfg pyproject.toml $(VENV)/pyvenv.cfg

@@ -212,6 +212,8 @@ nd.optimizers.Adam(decay=0.1)
 -> TypeError: Adam takes no argument 'decay' | ExponentialDecay
 nd.models.callbacks.EarlyStopping(patence=3)
 -> TypeError: EarlyStopping takes no argument 'patence' | use patience
+nd.models.callbacks.TerminateOnNaN(patience=3)
+-> TypeError: TerminateOnNaN takes no argument 'patience' | see help(TerminateOnNaN)
 nd.models.losses.MeanSquaredError(nam="mse")
 -> TypeError: MeanSquaredError takes no argument 'nam' | use name
 nd.models.metrics.Mean(nme="loss")

@@ -34,7 +34,7 @@ BUDGETS = {
     "graph": 4703,
     "jit": 1652,
     "launcher": 2163,
-    "models": 7349,
+    "models": 7350,
     "optimizers": 1046,
     "parameter_server": 2190,
     "strategies": 2372,
@@ -44,7 +44,7 @@ BUDGETS = {
     "variables": 1153,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 43425
+TESTS_BUDGET = 43490
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -38,6 +38,9 @@ class Callback(Explaining):
 
     _needs_init = False
 
+    def __init__(self) -> None:
+        """Take no arguments, where `Explaining` alone would take any without an effect."""
+
     @classmethod
     def _instead_of(cls, name: str) -> str | None:
         if not name.startswith("on_") or hasattr(Callback, name):

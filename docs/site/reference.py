@@ -1,0 +1,407 @@
+"""The pages of the API reference: which names have one, and the text of each, for Sphinx's autodoc.
+
+`GROUPS` gives every public name its place. `write_pages` writes a page for each group and each name
+under its shortest public spelling; `targets` says where each spelling in a guide leads.
+"""
+
+import inspect
+import operator
+import re
+import sys
+from collections.abc import Iterator
+from enum import Enum
+from functools import cache, cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ndistribute as nd
+import ndistribute.compat.graph_supervisor
+import ndistribute.compat.tf
+import ndistribute.compat.tf1
+import ndistribute.launcher.dask
+import ndistribute.launcher.ray
+import ndistribute.trace_report
+import ndistribute.update_rules
+
+# The groups in the order of the sidebar. `layers.*` are all names of a module that no group names.
+GROUPS = {
+    "Strategies": "Strategy OneDeviceStrategy MirroredStrategy CentralStorageStrategy "
+    "MultiWorkerMirroredStrategy ParameterServerStrategy TPUStrategy RunOptions Elastic "
+    "get_strategy has_strategy set_strategy in_cross_replica_context initialize_tpu_system",
+    "Replicas": "ReplicaContext get_replica_context set_seed",
+    "Values": "DistributedValues PerReplica Mirrored IndexedSlices",
+    "Variables": "Variable VariableAggregation VariableSynchronization partitioners.*",
+    "Gradients": "GradientTape custom_gradient stop_gradient logsumexp softmax log_softmax",
+    "Compiled steps": "function cond while_loop",
+    "Models": "Model Sequential models.clone_model models.load models.model_from_json models.* "
+    "models.symbolic.SymbolicArray",
+    "Layers": "layers.Layer layers.*",
+    "Activations": "models.activations.* models.nn.*",
+    "Initializers": "models.initializers.Initializer models.initializers.*",
+    "Regularizers": "models.regularizers.Regularizer models.regularizers.*",
+    "Losses": "losses.Loss losses.*",
+    "Metrics": "metrics.Metric metrics.*",
+    "Callbacks": "callbacks.Callback callbacks.*",
+    "Summaries": "summary.*",
+    "Checkpoints": "Checkpoint CheckpointManager models.latest_checkpoint models.load_checkpoint "
+    "models.list_variables models.load_variable models.checkpoint_reader.CheckpointReader",
+    "Optimizers": "optimizers.Optimizer optimizers.* update_rules.Rule",
+    "Schedules": "optimizers.schedules.LearningRateSchedule optimizers.schedules.*",
+    "Input": "Dataset data.text_lines data.make_csv_dataset DistributedDataset DistributedIterator "
+    "InputContext InputOptions InputReplicationMode AutoShardPolicy",
+    "Collectives": "ReduceOp CommunicationOptions CommunicationImplementation CrossDeviceOps "
+    "NcclAllReduce RingAllReduce HierarchicalCopyAllReduce ReductionToOneDevice",
+    "Devices": "Device list_devices set_logical_cpus",
+    "Clusters": "ClusterSpec cluster.ClusterResolver SimpleClusterResolver cluster.* "
+    "TFConfigClusterResolver MPIClusterResolver SlurmClusterResolver TorchrunClusterResolver "
+    "KubernetesClusterResolver TPUClusterResolver UnionResolver",
+    "Parameter servers": "Server ClusterCoordinator RemoteValue PerWorkerValue",
+    "Graph programs": "device graph.* graph.metrics.* graph.summary.*",
+    "Estimators": "estimator.* estimator.early_stopping.* estimator.feature_column.*",
+    "Jobs and traces": "launcher.ray.run launcher.dask.run timeline.span timeline.counter trace_report.explain "
+    "trace_report.Trace trace_report.Event",
+    "TensorFlow's names": "compat.tf compat.tf1 compat.graph_supervisor.Supervisor",
+    "Errors": "DistributeError AuthenticationError CheckpointCorruptError CollectiveMismatchError "
+    "CollectiveTimeoutError WorkerLostError errors.*",
+}
+# Methods and properties without an underscore that only the package calls; `_internal` names more.
+INTERNAL = set(
+    """
+    add_bias add_kernel add_update add_updates assembled build_for check_can_go_back checked
+    encloses exceeds finish_step generator graph_element improved initialize_with is_judged
+    last_rows local_result log_rate mark memory_space named_variables namespace nodes of_counts parse
+    penalties per_replica rate rate_at reduce_op run_step saves_after scoped set_outcome show_line
+    state_at summed sums take_logs timeout to_device unique_name walk weighted writer
+    """.split()
+)
+# Modules whose names stand back behind those of others, such as `graph.Variable`.
+GUESTS = ("compat", "estimator", "graph", "launcher")
+# What guides call an object of a class, as in `strategy.run`.
+OBJECTS = {
+    "strategy": "Strategy",
+    "context": "ReplicaContext",
+    "tape": "GradientTape",
+    "variable": "Variable",
+    "dataset": "Dataset",
+    "model": "Model",
+    "layer": "layers.Layer",
+    "metric": "metrics.Metric",
+    "optimizer": "optimizers.Optimizer",
+    "checkpoint": "Checkpoint",
+    "manager": "CheckpointManager",
+    "coordinator": "ClusterCoordinator",
+    "get_replica_context": "ReplicaContext",
+    "get_strategy": "Strategy",
+}
+# Methods whose name alone is clear; another single word needs its class or parentheses.
+CLEAR = {"compile", "cond", "evaluate", "fit", "logsumexp", "predict", "softmax"}
+
+
+def find(name: str) -> Any:
+    """Return what a name such as ``layers.Dense`` stands for."""
+    return operator.attrgetter(name)(nd)
+
+
+@cache
+def public_names() -> dict[str, str]:
+    """Return the shortest spelling of each public name, by each of its spellings."""
+    spellings = dict(_exported(nd, ""))
+    shortest: dict[Any, str] = {}
+    for name in sorted(spellings, key=lambda name: (name.count("."), name)):
+        value = spellings[name]
+        shortest.setdefault(id(value) if callable(value) else name, name)
+    return {n: shortest[id(v) if callable(v) else n] for n, v in spellings.items()}
+
+
+def _exported(module: ModuleType, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name in module.__all__:
+        value = getattr(module, name)
+        if isinstance(value, ModuleType):
+            yield from _exported(value, f"{prefix}{name}.")
+        elif not name.startswith("__"):
+            yield prefix + name, value
+
+
+@cache
+def places() -> dict[str, list[str]]:
+    """Return the names of each group, in order, with what `module.*` stands for in its place."""
+    named = {name for text in GROUPS.values() for name in text.split() if "*" not in name}
+    rest = set(public_names().values()) - named
+    groups: dict[str, list[str]] = {}
+    for group, text in GROUPS.items():
+        names: list[str] = []
+        for name in text.split():
+            module = name.removesuffix(".*")
+            children = sorted(n for n in rest if n.rpartition(".")[0] == module)
+            names += [name] if module == name else children
+        groups[group] = names
+    return groups
+
+
+@cache
+def classes() -> dict[type, str]:
+    """Return the classes that have a page, with their names."""
+    names = [name for group in places().values() for name in group]
+    return {find(name): name for name in names if inspect.isclass(find(name))}
+
+
+def members(kind: type) -> dict[str, type]:
+    """Return the public methods and properties of a class, each with the class that shows it.
+
+    That is the class which describes the member, or the first one with a page that inherits it.
+    """
+    shown: dict[str, type] = {}
+    hidden = INTERNAL.union(getattr(kind, "_internal", ()))
+    documented = [base for base in kind.__mro__ if base in classes()]
+    for base in kind.__mro__:
+        is_ours = base.__module__.partition(".")[0] == "ndistribute"
+        for name, value in vars(base).items() if is_ours else ():
+            described = _is_method(value) and getattr(value, "__doc__", None)
+            if name[0] != "_" and name not in shown and name not in hidden and described:
+                shown[name] = [kind, *(heir for heir in documented if issubclass(heir, base))][-1]
+    return shown
+
+
+def _is_method(value: Any) -> bool:
+    kinds = (property, cached_property, classmethod, staticmethod)
+    return inspect.isroutine(value) or isinstance(value, kinds)
+
+
+def _rank(name: str) -> tuple[bool, int, str]:
+    """Return the rank of a spelling among those that end in the same words."""
+    return name.partition(".")[0] in GUESTS, name.count("."), name
+
+
+@cache
+def targets() -> dict[str, str]:
+    """Return the page or the method that each spelling in a guide leads to.
+
+    Where two names end in the same words, such as `Variable`, the first by `_rank` has the words.
+    """
+    leads: dict[str, str] = {}
+    bare: dict[str, dict[str, type]] = {}  # The places of each last word, with their classes.
+    whole = {name: name for group in places().values() for name in group} | public_names()
+    for name in sorted(whole, key=_rank):
+        target = whole[name]
+        last, value = name.rpartition(".")[2], find(target)
+        leads.setdefault(name, target)
+        if last[0].isupper():
+            leads.setdefault(last, target)
+        else:
+            bare.setdefault(last, {})[target] = object
+        if inspect.isclass(value) and issubclass(value, Enum):
+            leads |= {f"{name}.{each.name}": f"{target}.{each.name}" for each in value}
+        for method, home in members(value).items() if inspect.isclass(value) else ():
+            goal = f"{classes()[home]}.{method}"
+            leads.setdefault(f"{name}.{method}", goal)
+            leads.setdefault(f"{last}.{method}", goal)
+            bare.setdefault(method, {})[goal] = home
+    for receiver, name in OBJECTS.items():
+        for method, home in members(find(name)).items():
+            leads.setdefault(f"{receiver}.{method}", f"{classes()[home]}.{method}")
+    for last, goals in bare.items():
+        hosts = {goal for goal in goals if goal.partition(".")[0] not in GUESTS} or goals
+        kinds = [goals[goal] for goal in hosts]
+        roots = [goal for goal in hosts if all(issubclass(kind, goals[goal]) for kind in kinds)]
+        if len(roots) == 1:
+            leads.setdefault(f"{last}()", roots[0])
+            leads.setdefault(last, roots[0])
+    return leads
+
+
+def target(text: str) -> str | None:
+    """Return the name that a text in backticks stands for, such as ``strategy.run(step)``.
+
+    An attribute of a class may be described in its docstring alone, which only the page shows.
+    """
+    name = re.sub(r"\((?:[^()]|\([^()]*\))*\)", "", text)
+    short = name.removeprefix("ndistribute.").removeprefix("nd.")
+    is_clear = "_" in name or "." in name or name in CLEAR or not name.islower()
+    if name != text and "." not in short:
+        return targets().get(f"{short}()") or targets().get(short)
+    home, _, attribute = short.rpartition(".")
+    home = OBJECTS.get(home) or targets().get(home, "")
+    is_class = home.rpartition(".")[2][:1].isupper()
+    return targets().get(short, f"{home}.{attribute}" if is_class else None) if is_clear else None
+
+
+def write_pages(folder: Path) -> None:
+    """Write the pages of groups and names into a folder, and remove those of former names."""
+    pages: dict[str, str] = {}
+    for group, names in places().items():
+        pages[slug(group)] = _group_page(group, names)
+        pages |= {f"nd.{name}": _page(name) for name in names}
+    folder.mkdir(exist_ok=True)
+    for path in folder.iterdir():
+        if path.stem not in pages:
+            path.unlink()
+    for name, text in pages.items():
+        path = folder / f"{name}.rst"
+        if not path.exists() or path.read_text() != text:  # Sphinx reads again what is newer.
+            path.write_text(text)
+
+
+def slug(group: str) -> str:
+    """Return the name of the page of a group."""
+    return group.lower().replace(" ", "-").replace("'", "")
+
+
+def _heading(title: str, mark: str = "=") -> str:
+    return f"{title}\n{mark * len(title)}\n\n"
+
+
+def _toctree(entries: list[str]) -> str:
+    return ".. toctree::\n   :hidden:\n\n" + "".join(f"   {entry}\n" for entry in entries) + "\n"
+
+
+def overview() -> str:
+    """Return the list of all groups with their names, and the toctree of the groups."""
+    text = _toctree([f"reference/{slug(group)}" for group in places()])
+    for group, names in places().items():
+        links = ", ".join(f":doc:`{_short(name)} <reference/nd.{name}>`" for name in names)
+        text += f":doc:`reference/{slug(group)}`\n   {links}\n\n"
+    return text
+
+
+def _short(name: str) -> str:
+    """Return the name that a reader knows: of modules only what `import ndistribute` lacks."""
+    return name if "compat" in name or "launcher" in name else name.rpartition(".")[2]
+
+
+def _group_page(group: str, names: list[str]) -> str:
+    """Return the table of a group: in parts, if its names are defined in several files."""
+    parts: dict[str, list[str]] = {}
+    for name in names:
+        parts.setdefault(_part(name) if group in IN_PARTS else "", []).append(name)
+    text = _heading(group) + _toctree([f"{_short(name)} <nd.{name}>" for name in names])
+    for part, inside in parts.items():
+        text += _heading(part, "-") if part else ""
+        text += ".. list-table::\n   :class: names\n\n"
+        for name in inside:
+            text += f"   * - :doc:`nd.{name}`\n     - {_summary(find(name))}\n"
+        text += "\n"
+    return text
+
+
+# The groups with a heading for each file that defines some of its names.
+IN_PARTS = ("Layers", "Graph programs", "Estimators")
+
+
+def _part(name: str) -> str:
+    module = getattr(find(name), "__module__", None) or "constants"
+    return module.rpartition(".")[2].replace("_", " ").capitalize()
+
+
+def _summary(value: Any) -> str:
+    """Return the first sentence of a docstring; a constant has none."""
+    text = inspect.getdoc(value) if callable(value) or inspect.ismodule(value) else ""
+    return " ".join((text or "").partition("\n\n")[0].split())
+
+
+def _page(name: str) -> str:
+    """Return the page of a class, a function, a module or a constant."""
+    value = find(name)
+    text = _heading(f"nd.{name}")
+    if isinstance(value, ModuleType):
+        return text + f".. automodule:: nd.{name}\n   :no-members:\n   :no-index:\n"
+    if inspect.isclass(value):
+        return text + _class_body(name, value)
+    if isinstance(value, str):  # Autodoc would show the docstring of `str`.
+        return text + f".. py:data:: nd.{name}\n   :value: {value!r}\n"
+    return text + f".. auto{'function' if inspect.isroutine(value) else 'data'}:: nd.{name}\n"
+
+
+def _class_body(name: str, kind: type) -> str:
+    text = f".. autoclass:: nd.{name}\n\n"
+    if issubclass(kind, Enum):
+        return text + "".join(f"   .. autoattribute:: nd.{name}.{each.name}\n" for each in kind)
+    inherited: dict[type, list[str]] = {}
+    for member, home in sorted(members(kind).items(), key=lambda item: _turn(kind, item[0])):
+        if home is kind:
+            text += f"   .. auto{_directive(kind, member)}:: nd.{name}.{member}\n"
+        else:
+            inherited.setdefault(home, []).append(member)
+    for home, names in inherited.items():
+        base = f"nd.{classes()[home]}"
+        links = ", ".join(f":py:obj:`{each} <{base}.{each}>`" for each in names)
+        text += f"\n   .. rubric:: Inherited from :doc:`{base}`\n\n   {links}\n"
+    return text
+
+
+def _turn(kind: type, member: str) -> tuple[bool, bool]:
+    """Return what puts methods first, then properties, then former names; each as in the source."""
+    return member.startswith("experimental_"), _directive(kind, member) != "method"
+
+
+def _directive(kind: type, member: str) -> str:
+    value = inspect.getattr_static(kind, member)
+    if isinstance(value, property):
+        return "property"
+    is_method = inspect.isfunction(value) or isinstance(value, classmethod | staticmethod)
+    return "method" if is_method else "attribute"
+
+
+def constructor(kind: type, signature: Any = inspect.signature) -> inspect.Signature:
+    """Return the signature of a class, with what ``*args`` and ``**options`` pass to its bases.
+
+    Args:
+        kind: the class.
+        signature: reads a function's signature, as `inspect.signature` does.
+    """
+    ours = [base for base in kind.__mro__ if base.__module__.startswith("ndistribute")]
+    inits = [vars(base)["__init__"] for base in ours if "__init__" in vars(base)]
+    makers = [vars(base)["__new__"] for base in ours if "__new__" in vars(base)]
+    if not inits and makers and ours[-1].__name__ != "Explaining":
+        inits = [kind.__new__]
+    lists = [[*signature(each).parameters.values()][1:] for each in inits]
+    return inspect.Signature([_typed(each) for each in _merged(lists) if each.name[0] != "_"])
+
+
+def _typed(parameter: inspect.Parameter) -> inspect.Parameter:
+    """Return a parameter of a generated constructor with the type of its default."""
+    default = parameter.default
+    if parameter.annotation is not parameter.empty or default in (None, parameter.empty):
+        return parameter
+    rate = float | nd.optimizers.schedules.LearningRateSchedule
+    is_rate = parameter.name == "learning_rate"
+    return parameter.replace(annotation=rate if is_rate else type(default))
+
+
+def _merged(lists: list[list[inspect.Parameter]]) -> list[inspect.Parameter]:
+    if not lists:
+        return []
+    taken = FILLED_IN.union(parameter.name for parameter in lists[0]) - PASSED_ON
+    parameters: list[inspect.Parameter] = []
+    for parameter in lists[0]:
+        if parameter.name not in PASSED_ON or not lists[1:]:
+            parameters.append(parameter)
+            continue
+        more = [each for each in _merged(lists[1:]) if each.name not in taken]
+        is_positional = parameter.kind is parameter.VAR_POSITIONAL
+        kinds = _POSITIONAL if is_positional else _KEYWORDS
+        parameters += [each for each in more if each.kind in kinds]
+    return parameters
+
+
+# The arguments that a constructor passes to that of its base class, and one that it passes itself.
+PASSED_ON = {"args", "options"}
+FILLED_IN = {"head"}
+_POSITIONAL = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+_KEYWORDS = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+
+
+def name_modules() -> None:
+    """Let Sphinx see modules and classes under the names that programs use, such as `nd.layers`."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "ndistribute"]:
+        sys.modules["nd" + name.removeprefix("ndistribute")] = sys.modules[name]
+    _name_modules(nd, "nd")
+    for kind, name in classes().items():  # Sphinx calls a class of another name an alias.
+        kind.__name__ = kind.__qualname__ = name.rpartition(".")[2]
+
+
+def _name_modules(module: ModuleType, name: str) -> None:
+    sys.modules[name] = module
+    for child in module.__all__:
+        if isinstance(getattr(module, child), ModuleType):
+            _name_modules(getattr(module, child), f"{name}.{child}")
