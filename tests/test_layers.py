@@ -27,6 +27,7 @@ LAYERS = (
         "exports",
         "indexed_slices",
         "mistakes",
+        "guest_tensors",
         "names",
         "numpy_functions",
         "ownership",
