@@ -67,23 +67,13 @@ def check_division(nodes: Iterable[Any], count: int, number: int) -> None:
     for step in nodes:
         if step.division not in (None, (count, number)):
             parts, part = step.division
-            where, remedy = (
-                "distribute_dataset",
-                (
-                    "Use a loader of global batches without that sampler, which is divided among the "
-                    "replicas; or, for a batch per replica, return this loader from a function: "
-                    "distribute_datasets_from_function(lambda context: loader)."
-                ),
-            )
-            if count > 1:
-                where = f"distribute_datasets_from_function, for part {number} of {count}"
-                remedy = (
-                    "Pass num_replicas=context.num_input_pipelines and "
-                    "rank=context.input_pipeline_id to the sampler."
-                )
             raise ValueError(
-                f"{where}: the sampler of the {step.name} takes part {part} of {parts} of the "
-                f"data, so the rest would be lost or counted twice. {remedy}"
+                f"the sampler of the {step.name} takes part {part} of {parts} of the data, but "
+                f"part {number} of {count} is read here, so rows would be lost or counted twice. "
+                "Pass distribute_dataset a loader of global batches without that sampler, to be "
+                "divided among the replicas. Or, for a batch per replica, make the loader in the "
+                "function of distribute_datasets_from_function, with the sampler's "
+                "num_replicas=context.num_input_pipelines and rank=context.input_pipeline_id."
             )
 
 

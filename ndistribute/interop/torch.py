@@ -25,11 +25,15 @@ from ndistribute.context import (
     current_frame,
     get_replica_context,
     get_strategy,
+    guests,
     strategies_of_several,
 )
+from ndistribute.devices import as_array
 from ndistribute.dtypes import dtype_named
 from ndistribute.errors import CollectiveMismatchError, MissingDependencyError
+from ndistribute.strategies.parameter_server import ParameterServerStrategy
 from ndistribute.values import PerReplica
+from ndistribute.variables.variable import Variable
 
 try:
     import torch
@@ -38,21 +42,19 @@ except ImportError as error:
         "ndistribute.interop.torch needs PyTorch: pip install 'ndistribute[torch]'."
     ) from error
 
-Array = np.ndarray[Any, Any]
+_LINEAR = ReduceOp.SUM, ReduceOp.MEAN
 
 _numbers = itertools.count()  # Of optimizers, in the order in which they were made.
 
 
-class _Thread(threading.local):
-    """What a thread does: its backward passes, and whether it is in `replicate`."""
+class _BackwardPasses(threading.local):
+    """The backward passes of a thread: the optimizers whose gradients each has computed."""
 
     def __init__(self) -> None:
-        # By the number of the pass: the optimizers whose gradients it has computed.
         self.touched: dict[int, dict[int, weakref.ref[_Reduction]]] = {}
-        self.replicates = False
 
 
-_thread = _Thread()
+_passes = _BackwardPasses()
 # What elastic workers keep for modules, optimizers and schedulers that are in use.
 _held = weakref.WeakKeyDictionary[Any, "_States"]()
 
@@ -93,24 +95,22 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name.
     ...     strategy.run(step, args=replicate(make)).values
     (1.5, 1.5)
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"DistributedOptimizer needs a torch.optim.Optimizer, got {optimizer!r}.")
-    if isinstance(optimizer, _DistributedMethods):
-        raise TypeError("DistributedOptimizer: this optimizer is distributed already.")
+    if not isinstance(optimizer, torch.optim.Optimizer) or _is_distributed(optimizer):
+        what = "is distributed already" if _is_distributed(optimizer) else "is none of PyTorch's"
+        raise TypeError(f"DistributedOptimizer: the optimizer {what}: {optimizer!r}")
     op = ReduceOp.parse(op)
-    if op not in (ReduceOp.MEAN, ReduceOp.SUM):
-        raise ValueError(f"DistributedOptimizer: op must be 'mean' or 'sum', got {op.name}.")
-    if backward_passes_per_step < 1:
-        what = f"backward_passes_per_step must be 1 or more, got {backward_passes_per_step}."
-        raise ValueError(f"DistributedOptimizer: {what}")
+    if op not in _LINEAR or backward_passes_per_step < 1:
+        raise ValueError(
+            "DistributedOptimizer: op must be 'mean' or 'sum', and backward_passes_per_step 1 or "
+            f"more, got {op.name} and {backward_passes_per_step}."
+        )
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (_DistributedMethods, kind), {})
     optimizer.reduction = reduction = _Reduction(optimizer, op, backward_passes_per_step)
-    optimizer.register_step_pre_hook(lambda optimizer, *_: optimizer.synchronize())
+    optimizer.register_step_pre_hook(lambda optimizer, *_: optimizer.reduction.before_step())
+    optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.reduction.after_step())
     for group in optimizer.param_groups:
         reduction.watch(group["params"])
-    if not _thread.replicates:
-        _hold([[optimizer]], reduction.strategy)
     return optimizer
 
 
@@ -140,24 +140,39 @@ class _DistributedMethods:
         self.reduction.watch(param_group["params"])
 
 
+def _is_distributed(thing: Any) -> bool:
+    return isinstance(thing, _DistributedMethods)
+
+
 class _Reduction:
-    """Reduces the gradients of an optimizer."""
+    """Reduces the gradients of an optimizer, and pushes its steps to parameter servers."""
 
     def __init__(self, optimizer: Any, op: ReduceOp, every: int) -> None:
-        self.number, self.strategy = next(_numbers), get_strategy()
+        self.number, self._strategy = next(_numbers), get_strategy()
         self.passes = 0  # Since the last reduction.
+        self.sent_as: Any = None  # The dtype in which gradients are sent; None: their own.
+        self.served: list[Variable] = []  # The parameters on servers.
+        self._before: list[Any] = []  # Their values before the step.
         self._op, self._every = op, every
         # No cycle: hooks of a dropped optimizer must end at the same time on all replicas.
         self._optimizer = weakref.ref(optimizer)
 
+    @property
+    def parameters(self) -> list[Any]:
+        """All parameters of the optimizer, in order."""
+        groups: Any = self._optimizer().param_groups  # type: ignore[union-attr]
+        return [parameter for group in groups for parameter in group["params"]]
+
     def watch(self, parameters: Sequence[Any]) -> None:
         """Take notice of the gradients of parameters from now on."""
-        me = weakref.ref(self)
         for parameter in parameters:
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(functools.partial(_note, me))
-                if self._op is ReduceOp.SUM:
-                    parameter.register_hook(functools.partial(_scaled, me))
+            trained = parameter.requires_grad
+            parameter.requires_grad_(True)  # Else it takes no hooks, and may be trained later.
+            note = functools.partial(_note, weakref.ref(self))
+            parameter.register_post_accumulate_grad_hook(note)
+            if self._op is ReduceOp.SUM:
+                parameter.register_hook(functools.partial(_scaled, weakref.ref(self)))
+            parameter.requires_grad_(trained)
 
     def end_pass(self) -> None:
         """Count a backward pass, and reduce if it is time."""
@@ -165,92 +180,108 @@ class _Reduction:
         if self.passes == self._every:
             self.reduce()
 
+    def size(self) -> int:
+        """Return the number of replicas whose gradients are reduced."""
+        strategy = _strategy_of(self._strategy)
+        shared = self._optimizer() in _held
+        if not shared and (strategy.session or isinstance(strategy, ParameterServerStrategy)):
+            raise RuntimeError(
+                "DistributedOptimizer: elastic workers and parameter servers need to know the "
+                "module and its optimizer: make them with replicate, or pass both to broadcast."
+            )
+        return strategy.num_replicas_in_sync  # type: ignore[no-any-return]
+
     def reduce(self) -> None:
         """Set each gradient to its mean over all replicas."""
         self.passes = 0
-        named = self.parameters()
-        gradients = [_checked_gradient(name, parameter) for name, parameter in named]
-        has = np.array([gradient is not None for gradient in gradients], np.float32)
-        pairs = zip(gradients, named, strict=True)
-        sent = [torch.zeros_like(p) if gradient is None else gradient for gradient, (_, p) in pairs]
-        arrays = [*map(array_of, sent), has]
+        trained = [each for each in self.parameters if each.requires_grad]
+        gradients = [self._checked(each) for each in trained]
+        if self.size() == 1:
+            return
+        flags = np.array([gradient is not None for gradient in gradients], np.float32)
+        pairs = zip(trained, gradients, strict=True)
+        sent = [torch.zeros_like(p) if g is None else g for p, g in pairs]
+        arrays = [array_of(g.to(self.sent_as) if self.sent_as else g) for g in sent]
 
         def reduced(replica: ReplicaContext) -> Any:
             try:
-                return replica.communicator.all_reduce(ReduceOp.MEAN, arrays)
+                return replica.communicator.all_reduce(ReduceOp.MEAN, [flags, *arrays])
             except CollectiveMismatchError as error:
-                shown = (f"{k} {name} {tuple(p.shape)}" for k, (name, p) in enumerate(named))
-                me = replica.replica_id_in_sync_group
-                error.add_note(f"the gradients of replica {me}: {', '.join(shown)}")
+                names = ", ".join(f"{self._name(each)} {list(each.shape)}" for each in trained)
+                error.add_note(f"flags, then the gradients of this replica's parameters: {names}")
                 raise
 
-        *means, has = in_replica(reduced, self.strategy)
-        for (_, parameter), gradient, mean, any_has in zip(
-            named, gradients, means, has, strict=True
-        ):
-            if gradient is not None:
-                gradient.copy_(tensor_of(mean))
-            elif any_has:
-                parameter.grad = tensor_of(np.array(mean))
+        flags, *means = in_replica(reduced, self._strategy)
+        for parameter, mean in itertools.compress(zip(trained, means, strict=True), flags):
+            parameter.grad = tensor_of(mean).to(parameter.dtype)
 
-    def parameters(self) -> list[tuple[str, Any]]:
-        """Return the parameters that are trained, with their names or places in the optimizer."""
-        groups: Any = self._optimizer().param_groups  # type: ignore[union-attr]
-        return [
-            (names[k] if (names := group.get("param_names")) else f"group {number}, {k}", parameter)
-            for number, group in enumerate(groups)
-            for k, parameter in enumerate(group["params"])
-            if parameter.requires_grad
-        ]
+    def before_step(self) -> None:
+        """Reduce what is not reduced; remember parameters that are on servers."""
+        if self.passes:
+            self.reduce()
+        if self.served:
+            self._before = [each.detach().clone() for each in self.parameters]
+
+    def after_step(self) -> None:
+        """Add what a step changed to the parameters on servers, and get their values."""
+        if self.served:
+            for variable, now, then in zip(self.served, self.parameters, self._before, strict=True):
+                variable.assign_add(array_of(now - then))
+            self.pull()
+
+    def pull(self) -> None:
+        """Set parameters to their values on servers."""
+        for parameter, variable in zip(self.parameters, self.served, strict=True):
+            parameter.detach().copy_(tensor_of(as_array(variable)))
+
+    def _checked(self, parameter: Any) -> Any:
+        """Return the gradient of a parameter, or None; refuse what is not reduced."""
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise NotImplementedError(
+                f"parameter {self._name(parameter)} has a sparse gradient, which "
+                "DistributedOptimizer does not reduce: make the layer with sparse=False."
+            )
+        if gradient is not None and gradient.requires_grad:
+            raise NotImplementedError(
+                f"parameter {self._name(parameter)}: DistributedOptimizer does not differentiate "
+                "through its reduction. Leave create_graph out of backward(), and use "
+                "torch.autograd.grad(..., create_graph=True) for inner derivatives."
+            )
+        return gradient
+
+    def _name(self, parameter: Any) -> str:
+        """Return the name of a parameter, or its place in the optimizer."""
+        for number, group in enumerate(self._optimizer().param_groups):  # type: ignore[union-attr]
+            for k, each in enumerate(group["params"]):
+                if each is parameter:
+                    names = group.get("param_names")
+                    return names[k] if names else f"{k} of group {number}"
+        return "?"
 
 
 def _note(reduction: weakref.ref[_Reduction], _: Any) -> None:
     """Note that a backward pass has computed a gradient of an optimizer."""
-    me, task = reduction(), torch._C._current_graph_task_id()
-    if me is None:
+    task: int = torch._C._current_graph_task_id()
+    if (me := reduction()) is None:
         return
-    touched = _thread.touched.get(task)
-    if touched is None:
-        touched = _thread.touched[task] = {}
+    if task not in _passes.touched:
+        _passes.touched[task] = {}
         end = functools.partial(_end_pass, task)
         torch.autograd.Variable._execution_engine.queue_callback(end)
-    touched[me.number] = reduction
+    _passes.touched[task][me.number] = reduction
 
 
 def _scaled(reduction: weakref.ref[_Reduction], gradient: Any) -> Any:
     """Return a gradient times the number of replicas, whose mean is then the sum."""
-    me = reduction()
-    if me is None:
-        return gradient
-    replica = current_frame().replica
-    strategy = me.strategy if replica is None else replica
-    return gradient * strategy.num_replicas_in_sync
+    return gradient if (me := reduction()) is None else gradient * me.size()
 
 
 def _end_pass(task: int) -> None:
     """Reduce the gradients of a backward pass, in the order in which optimizers were made."""
-    for _, reduction in sorted(_thread.touched.pop(task).items()):
+    for _, reduction in sorted(_passes.touched.pop(task).items()):
         if (me := reduction()) is not None:
             me.end_pass()
-
-
-def _checked_gradient(name: str, parameter: Any) -> Any:
-    """Return the gradient of a parameter, or None; refuse what is not reduced."""
-    gradient = parameter.grad
-    if gradient is None:
-        return None
-    if gradient.layout is not torch.strided:
-        raise NotImplementedError(
-            f"parameter {name}: DistributedOptimizer does not reduce sparse gradients: make the "
-            "layer with sparse=False."
-        )
-    if gradient.requires_grad:
-        raise NotImplementedError(
-            f"parameter {name}: DistributedOptimizer does not differentiate through the reduction "
-            "of gradients: call torch.autograd.grad(..., create_graph=True) for inner derivatives, "
-            "and backward() without create_graph."
-        )
-    return gradient
 
 
 def replicate(make: Callable[[], Any]) -> Any:
@@ -266,7 +297,7 @@ def replicate(make: Callable[[], Any]) -> Any:
         The nest of `make`, with a `PerReplica` at each leaf, to be passed to `run`.
 
     Raises:
-        RuntimeError: called inside a replica or outside the scope of a strategy of several.
+        RuntimeError: called inside a replica, or outside the scope of a strategy of several.
 
     >>> import torch, ndistribute as nd
     >>> with nd.MirroredStrategy(["cpu:0", "cpu:1"]):
@@ -278,50 +309,57 @@ def replicate(make: Callable[[], Any]) -> Any:
     if current_frame().replica is not None:
         raise RuntimeError("replicate was called inside a replica: call it before strategy.run.")
     strategy, start, made = _strategy_of(None), torch.get_rng_state(), []
-    _thread.replicates = True
-    try:
-        for _ in strategy.devices:
-            torch.set_rng_state(start)
-            made.append(make())
-    finally:
-        _thread.replicates = False
+    for _ in strategy.devices:
+        torch.set_rng_state(start)
+        made.append(make())
     replicas = tree.regroup(made, PerReplica)
     parts = [[leaf for leaf in tree.flatten(each) if hasattr(leaf, "state_dict")] for each in made]
-    strategy.run(_share, args=(PerReplica(parts), 0))
-    _hold(parts, strategy)
+    _share_out(strategy, parts, 0)
     return replicas
 
 
 def broadcast(module: Any = None, optimizer: Any = None, root: int = 0) -> None:
     """Give the state of one replica to all: parameters, buffers and state of an optimizer.
 
+    It is called outside of replicas, by all processes.
+
     Args:
-        module: the module of this replica, or a `PerReplica` outside of replicas; None: none.
+        module: the module; a `PerReplica` if this process has several replicas.
         optimizer: its optimizer, likewise.
         root: the index of the replica whose state all get.
 
     Raises:
-        ValueError: there is no replica `root`.
-        RuntimeError: the module or optimizer of a replica has other parameters.
+        ValueError: there is no replica `root`, or not one module for each replica.
+        RuntimeError: a module or an optimizer has other parameters than that of `root`; or called
+            inside a replica.
 
     >>> import torch
     >>> broadcast(torch.nn.Linear(2, 1))
     """
-    things = [each for each in (module, optimizer) if each is not None]
-    if current_frame().replica is not None:
-        _share(things, root)
-        return
-    strategy = _strategy_of(None)
-    count = len(strategy.devices)
-    parts = [tree.select(things, k, count) for k in range(count)]
-    if count > 1 and not all(isinstance(each, PerReplica) for each in things):
-        raise RuntimeError(
-            f"broadcast was called outside of replicas, and this process has {count}: make the "
-            "module and the optimizer with replicate, and pass what it returns."
+    strategy, things = _strategy_of(None), [x for x in (module, optimizer) if x is not None]
+    parts = strategy.local_results(things)
+    if len(parts) != len(strategy.devices):
+        raise ValueError(
+            f"broadcast: this process has {len(strategy.devices)} replicas, which need a module "
+            "each: make them with replicate, and pass what it returns."
         )
+    _share_out(strategy, parts, root)
+
+
+def _share_out(strategy: Any, parts: Sequence[Sequence[Any]], root: int) -> None:
+    """Give all replicas the states of one; let elastic workers and servers have them."""
     strategy.run(_share, args=(PerReplica(parts), root))
-    if not any(each in _held for each in parts[0]):
-        _hold(parts, strategy)
+    states = _States(parts)
+    _held.update(dict.fromkeys(itertools.chain(*parts), states))
+    strategy.note_state(states)
+    for column in zip(*parts, strict=True):
+        if isinstance(strategy, ParameterServerStrategy) and _is_distributed(column[0]):
+            with strategy.scope():
+                arrays = map(array_of, column[0].reduction.parameters)
+                served = [Variable(array, aggregation="only_first_replica") for array in arrays]
+            for each in column:
+                each.reduction.served = served
+                each.reduction.pull()
 
 
 def _share(things: Sequence[Any], root: int) -> None:
@@ -332,16 +370,8 @@ def _share(things: Sequence[Any], root: int) -> None:
         raise ValueError(f"broadcast: root must be in [0, {count}), got {root}.")
     mine = [plain_state(each) for each in things] if me == root else None
     states = all_gather_object(replica.communicator, mine)[root]
-    if me != root:
-        for each, state in zip(things, states, strict=True):
-            load_plain_state(each, state)
-
-
-def _hold(parts: Sequence[Sequence[Any]], strategy: Any) -> None:
-    """Let elastic workers keep the states of modules, optimizers and schedulers of each replica."""
-    states = _States(parts)
-    _held.update(dict.fromkeys(itertools.chain(*parts), states))
-    strategy.note_state(states)
+    for each, state in zip(things, states, strict=True) if me != root else ():
+        load_plain_state(each, state)
 
 
 class _States:
@@ -355,56 +385,49 @@ class _States:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of each replica; they differ in their gradients alone."""
-        return {
-            str(replica): [self._state(each()) for each in part]
-            for replica, part in enumerate(self._parts)
-        }
+        numbered = enumerate(self._parts)
+        return {str(k): [self._state(each()) for each in part] for k, part in numbered}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Set the states of the replicas; those of another worker may be fewer."""
-        for replica, part in enumerate(self._parts):
-            for each, state in zip(part, states.get(str(replica), states["0"]), strict=True):
-                if (thing := each()) is not None and state is not None:
-                    self._load(thing, state)
+        for k, part in enumerate(self._parts):
+            for each, state in zip(part, states.get(str(k), states["0"]), strict=True):
+                if (thing := each()) is not None:
+                    self._load(thing, *state)
 
     def _state(self, thing: Any) -> Any:
-        if thing is None:
-            return None
-        state = {"state": plain_state(thing)}
-        if isinstance(thing, _DistributedMethods):
-            parameters = [parameter for _, parameter in thing.reduction.parameters()]
-            state["parameters"] = [array_of(each).copy() for each in parameters]
-            state["gradients"] = [
-                None if each.grad is None else array_of(each.grad).copy() for each in parameters
-            ]
-            state["passes"] = thing.reduction.passes
-        return state
+        if not _is_distributed(thing):
+            return [None if thing is None else plain_state(thing)]
+        tensors = [[each, each.grad] for each in thing.reduction.parameters]
+        return [plain_state(thing), thing.reduction.passes, _mapped(tensors, _copied)]
 
-    def _load(self, thing: Any, state: Any) -> None:
-        load_plain_state(thing, state["state"])
-        if isinstance(thing, _DistributedMethods):
-            thing.reduction.passes = state["passes"]
-            both = zip(state["parameters"], state["gradients"], strict=True)
-            for (_, parameter), (value, gradient) in zip(
-                thing.reduction.parameters(), both, strict=True
-            ):
-                parameter.detach().copy_(tensor_of(value))
-                parameter.grad = None if gradient is None else tensor_of(gradient)
+    def _load(self, thing: Any, state: Any, passes: int = 0, tensors: Any = ()) -> None:
+        load_plain_state(thing, state)
+        if _is_distributed(thing):
+            thing.reduction.passes = passes
+            for parameter, pair in zip(thing.reduction.parameters, tensors, strict=True):
+                value, parameter.grad = _mapped(pair, _uncopied)
+                parameter.detach().copy_(value)
 
 
 def plain_state(thing: Any) -> Any:
     """Return the state of a module, optimizer or scheduler with copies of tensors as arrays."""
-    return _mapped(
-        thing.state_dict(),
-        lambda leaf: array_of(leaf).copy() if isinstance(leaf, torch.Tensor) else leaf,
-    )
+    return _mapped(thing.state_dict(), _copied)
 
 
 def load_plain_state(thing: Any, state: Any) -> None:
     """Set the state of a module, optimizer or scheduler to one of `plain_state`."""
-    thing.load_state_dict(
-        _mapped(state, lambda leaf: tensor_of(leaf) if isinstance(leaf, np.ndarray) else leaf)
-    )
+    thing.load_state_dict(_mapped(state, _uncopied))
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, np.generic):  # Tensors without axes come back as such.
+        return leaf.item()
+    return array_of(leaf).copy() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _uncopied(leaf: Any) -> Any:
+    return tensor_of(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
 
 
 def _mapped(nest: Any, change: Callable[[Any], Any]) -> Any:
@@ -414,6 +437,189 @@ def _mapped(nest: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(nest, list | tuple):
         return type(nest)([_mapped(value, change) for value in nest])
     return change(nest)
+
+
+def all_reduce(op: Any, value: Any) -> Any:
+    """Return tensors reduced over all replicas; gradients flow through SUM, MEAN, MIN and MAX.
+
+    Outside of replicas it takes a step of its own, if this process has one replica. With this
+    module imported, `ReplicaContext.all_reduce` calls it for tensors.
+
+    Args:
+        op: a `ReduceOp`, or its name in any case.
+        value: a tensor or a nest of tensors, arrays and numbers, with the same shapes everywhere.
+
+    >>> import torch
+    >>> all_reduce("sum", torch.ones(2, requires_grad=True))
+    tensor([1., 1.], grad_fn=<_AllReduceBackward>)
+    """
+    return _over_tensors(value, lambda tensors: _AllReduce.apply(ReduceOp.parse(op), *tensors))
+
+
+def all_gather(value: Any, axis: int = 0) -> Any:
+    """Return the tensors of all replicas, concatenated in replica order; gradients flow back.
+
+    With this module imported, `ReplicaContext.all_gather` calls it for tensors.
+
+    Args:
+        value: a tensor or a nest of tensors, arrays and numbers.
+        axis: the axis along which to concatenate, and along which lengths may differ.
+
+    >>> import torch
+    >>> all_gather(torch.ones(2, 1)).shape
+    torch.Size([2, 1])
+    """
+
+    def gathered(tensors: Sequence[Any]) -> Any:
+        joined = _AllGather.apply(*[tensor.movedim(axis, 0) for tensor in tensors])
+        return [tensor.movedim(0, axis) for tensor in joined]
+
+    return _over_tensors(value, gathered)
+
+
+def _over_tensors(value: Any, call: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
+    """Return a nest with the results of a function of its leaves, which it gets as tensors."""
+    leaves = tree.flatten(value)
+    tensor = torch.Tensor
+    sent = [each if isinstance(each, tensor) else tensor_of(as_array(each)) for each in leaves]
+    pairs = zip(leaves, call(sent), strict=True)
+    results = [new if isinstance(old, tensor) else array_of(new)[()] for old, new in pairs]
+    return tree.unflatten(value, results)
+
+
+class _AllReduce(torch.autograd.Function):  # type: ignore[misc]
+    """An all-reduce, whose gradient is one."""
+
+    @staticmethod
+    def forward(ctx: Any, op: ReduceOp, *tensors: Any) -> tuple[Any, ...]:
+        """Return the reduced tensors."""
+        ctx.op, arrays = op, list(map(array_of, tensors))
+        results = in_replica(lambda replica: replica.communicator.all_reduce(op, arrays))
+        reduced = tuple(map(tensor_of, results))
+        if op not in _LINEAR:
+            ctx.save_for_backward(*tensors, *reduced)
+        return reduced
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        """Return the gradients; replicas with equal extremes share them."""
+        if ctx.op in _LINEAR:
+            return None, *_AllReduce.apply(ctx.op, *gradients)
+        if ctx.op is ReduceOp.PROD:
+            raise NotImplementedError("all_reduce of tensors: PROD has no gradient here.")
+        count, saved = len(gradients), ctx.saved_tensors
+        marks = [(x == y).to(y.dtype) for x, y in zip(saved, saved[count:], strict=False)]
+        totals = _AllReduce.apply(ReduceOp.SUM, *gradients, *marks)
+        rows = zip(totals, totals[count:], marks, strict=False)
+        return None, *(total * mark / holders.clamp(min=1) for total, holders, mark in rows)
+
+
+class _AllGather(torch.autograd.Function):  # type: ignore[misc]
+    """Concatenation along the first axis, whose gradient is a part of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Any) -> tuple[Any, ...]:
+        """Return the concatenated tensors."""
+        ctx.lengths, arrays = list(map(len, tensors)), list(map(array_of, tensors))
+
+        def gathered(replica: ReplicaContext) -> Any:
+            sent = [np.array([ctx.lengths]), *arrays]
+            table, *joined = replica.communicator.all_gather(sent, 0)
+            ctx.starts = table[: replica.replica_id_in_sync_group].sum(0).tolist()
+            return joined
+
+        return tuple(map(tensor_of, in_replica(gathered)))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        """Return this replica's part of the summed gradients."""
+        totals = _AllReduce.apply(ReduceOp.SUM, *gradients)
+        rows = zip(totals, ctx.starts, ctx.lengths, strict=True)
+        return tuple(total.narrow(0, start, length) for total, start, length in rows)
+
+
+class _Guest:
+    """Performs the collectives of replicas for nests with tensors."""
+
+    @staticmethod
+    def takes(value: Any) -> bool:
+        """Return True if a nest has a tensor."""
+        return any(isinstance(leaf, torch.Tensor) for leaf in tree.flatten(value))
+
+    @staticmethod
+    def all_reduce(_: Any, op: Any, value: Any, options: Any) -> Any:
+        """Return tensors reduced over all replicas."""
+        return all_reduce(op, value)
+
+    @staticmethod
+    def all_gather(_: Any, value: Any, axis: int, options: Any) -> Any:
+        """Return tensors concatenated over all replicas."""
+        return all_gather(value, axis)
+
+
+guests.append(_Guest)
+
+
+def synchronize_batch_norm(module: Any) -> Any:
+    """Return a module whose layers of batch normalisation use the statistics of all replicas.
+
+    The layers keep their parameters and buffers. While they train, each one makes an all-gather in
+    the forward pass and an all-reduce in the backward pass; rows count alike wherever they are.
+
+    Args:
+        module: changed in place.
+
+    Raises:
+        TypeError: a layer is lazy, so its parameters are not made yet.
+
+    >>> import torch
+    >>> synchronize_batch_norm(torch.nn.Sequential(torch.nn.BatchNorm1d(2)))
+    Sequential(
+      (0): BatchNormOverReplicas(2, ...)
+    )
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, torch.nn.modules.batchnorm._BatchNorm):
+            if isinstance(layer, torch.nn.modules.lazy.LazyModuleMixin):
+                raise TypeError(f"synchronize_batch_norm: layer {name!r} is lazy: run it once.")
+            layer.__class__ = BatchNormOverReplicas
+    return module
+
+
+class BatchNormOverReplicas(torch.nn.modules.batchnorm._BatchNorm):  # type: ignore[misc]
+    """Batch normalisation over all replicas, see `synchronize_batch_norm`."""
+
+    def _check_input_dim(self, _: Any) -> None:
+        """Take inputs of any number of axes."""
+
+    def forward(self, inputs: Any) -> Any:
+        """Return normalised inputs."""
+        if not self.training or _strategy_of(None).num_replicas_in_sync == 1:
+            return super().forward(inputs)
+        wide = inputs if inputs.dtype in (torch.float32, torch.float64) else inputs.float()
+        axes, shape = [0, *range(2, inputs.ndim)], [1, -1] + [1] * (inputs.ndim - 2)
+        rows = inputs.numel() // inputs.shape[1]
+        mean = wide.sum(axes) / max(rows, 1)
+        variance = (wide - mean.view(shape)).square().sum(axes) / max(rows, 1)
+        sent = wide.new_full((1, 1), rows), mean[None], variance[None]
+        counts, means, variances = all_gather(sent)
+        total, share = counts.sum(), counts / counts.sum()
+        mean = (share * means).sum(0)
+        variance = (share * (variances + (means - mean).square())).sum(0)
+        if self.track_running_stats:
+            with torch.no_grad():
+                self.num_batches_tracked += 1
+                count = self.num_batches_tracked.item()
+                factor = 1 / count if self.momentum is None else self.momentum
+                self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+                unbiased = variance * total / (total - 1)
+                self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+        result = (wide - mean.view(shape)) * torch.rsqrt(variance + self.eps).view(shape)
+        if self.weight is not None:
+            result = result * self.weight.view(shape)
+        if self.bias is not None:
+            result = result + self.bias.view(shape)
+        return result.to(inputs.dtype)
 
 
 def in_replica(call: Callable[[ReplicaContext], Any], made_in: Any = None) -> Any:
@@ -455,7 +661,7 @@ def _strategy_of(made_in: Any) -> Any:
     return strategy
 
 
-def array_of(tensor: Any) -> Array:
+def array_of(tensor: Any) -> np.ndarray[Any, Any]:
     """Return a tensor in host memory as an array of the same memory.
 
     Raises:
@@ -466,12 +672,10 @@ def array_of(tensor: Any) -> Array:
             f"a tensor on {tensor.device} cannot be reduced: collectives take tensors in host "
             "memory. Move the module with .cpu(), or use CuPy's arrays for GPUs."
         )
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.dtype is torch.bfloat16:
-        whole: Array = tensor.view(torch.int16).numpy().view(dtype_named("bfloat16"))
-        return whole
-    array: Array = tensor.resolve_conj().resolve_neg().numpy()
-    return array
+        return tensor.view(torch.int16).numpy().view(dtype_named("bfloat16"))  # type: ignore[no-any-return]
+    return tensor.numpy()  # type: ignore[no-any-return]
 
 
 def tensor_of(array: Any) -> Any:
