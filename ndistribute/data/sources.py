@@ -119,6 +119,8 @@ def iterable(batches: Any) -> Node:
         return zip(map(element, islice(loader, start - epoch.loaded, None)))
 
     def element(batch: Any) -> Element:
+        if from_torch and type(batch) is list:  # Its default collate makes no tuples.
+            batch = tuple(batch)
         made = as_element(batch, lists_nest=True)
         tensors[:] = map(is_tensor, tree.flatten_up_to(made, batch))
         return made

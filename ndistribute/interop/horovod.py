@@ -162,8 +162,12 @@ mpi_built = gloo_built = mpi_enabled = gloo_enabled = mpi_threads_supported = nc
 cuda_built = rocm_built = ddl_built = ccl_built = nccl_built
 
 
-def _reduction(op: Any, average: bool | None = None, process_set: Any = None) -> ReduceOp:
+def _reduction(
+    op: Any, average: bool | None = None, process_set: Any = None, compression: Any = None
+) -> ReduceOp:
     """Return the reduction of Horovod's arguments; refuse what there is not."""
+    if compression not in (Compression.none, Compression.fp16):
+        raise ValueError(f"compression must be hvd.Compression.none or fp16, got {compression!r}.")
     if process_set not in (None, global_process_set):
         raise ValueError("process_set must be hvd.global_process_set: all processes take part.")
     if average is not None:
@@ -208,7 +212,7 @@ def allreduce(
     tensor([1., 2.])
     >>> shutdown()
     """
-    reduction = _reduction(op, average, process_set)
+    reduction = _reduction(op, average, process_set, compression)
     sent = _scaled(tensor, prescale_factor)
     if compression is not None and sent.is_floating_point():
         sent = sent.to(compression)
@@ -389,7 +393,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name.
     >>> optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     >>> shutdown()
     """
-    reduction = _reduction(op, None, process_set)
+    reduction = _reduction(op, None, process_set, compression)
     if gradient_predivide_factor != 1.0 and reduction is not Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if sparse_as_dense:

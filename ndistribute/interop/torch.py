@@ -166,6 +166,8 @@ class _Reduction:
     def watch(self, parameters: Sequence[Any]) -> None:
         """Take notice of the gradients of parameters from now on."""
         for parameter in parameters:
+            if not (parameter.is_floating_point() or parameter.is_complex()):
+                continue  # It never has a gradient.
             trained = parameter.requires_grad
             parameter.requires_grad_(True)  # Else it takes no hooks, and may be trained later.
             note = functools.partial(_note, weakref.ref(self))
