@@ -91,7 +91,7 @@ open_traces: list[None] = []
 """One entry for each open `tracing` of any thread: where it is empty, nobody looks for a trace."""
 
 guests: list[Any] = []
-"""What performs the collectives of other libraries' tensors: ``takes(value)``, and the methods."""
+"""Modules with the collectives of other libraries' tensors, and ``takes``, which knows these."""
 
 _of_several: set[weakref.ref[Any]] = set()
 
@@ -162,7 +162,10 @@ class ReplicaContext:
                 different call or returned without the call.
             CollectiveTimeoutError: a replica did not make the call in time.
         """
-        recorder = self._recorder("all_reduce", value)
+        recorder = self._frame("all_reduce").recorder
+        for guest in guests:
+            if guest.takes(value):
+                return guest.all_reduce(reduce_op, value, options)
         if recorder is not None:
             return recorder.all_reduce(self.communicator, reduce_op, value, options)
         return self.communicator.all_reduce(reduce_op, value, options)
@@ -181,7 +184,10 @@ class ReplicaContext:
         Raises:
             CollectiveMismatchError: dtypes, numbers of axes or lengths of other axes differ.
         """
-        recorder = self._recorder("all_gather", value)
+        recorder = self._frame("all_gather").recorder
+        for guest in guests:
+            if guest.takes(value):
+                return guest.all_gather(value, axis, options)
         if recorder is not None:
             return recorder.all_gather(self.communicator, value, axis, options)
         return self.communicator.all_gather(value, axis, options)
@@ -219,11 +225,6 @@ class ReplicaContext:
         call = (fn, tuple(args), dict(kwargs or {}))
         result = self.communicator.merge("merge_call", call, merged)
         return tree.select(result, self.local_replica_id, self.communicator.local_size)
-
-    def _recorder(self, method: str, value: Any) -> Any:
-        """Return what performs a collective instead of the communicator, if anything does."""
-        recorder = self._frame(method).recorder
-        return next((guest for guest in guests if guest.takes(value)), recorder)
 
     def _frame(self, method: str) -> Frame:
         """Return this thread's frame, after a check that it belongs to this replica."""

@@ -29,10 +29,10 @@ BUDGETS = {
     "collective": 4654,
     "compat": 4010,
     "coordinator": 916,
-    "data": 2933,
+    "data": 2935,
     "estimator": 1470,
     "graph": 4703,
-    "interop": 666,
+    "interop": 636,
     "jit": 1652,
     "launcher": 1827,
     "models": 7347,
@@ -40,12 +40,12 @@ BUDGETS = {
     "parameter_server": 2143,
     "strategies": 2250,
     "task": 303,
-    "top level": 3170,
+    "top level": 3173,
     "transport": 2014,
     "variables": 1146,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 42741
+TESTS_BUDGET = 43107
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

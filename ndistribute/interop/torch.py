@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute import tree
+from ndistribute.collective.communicator import CommunicationOptions
 from ndistribute.collective.objects import all_gather_object
 from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.context import (
@@ -47,14 +48,8 @@ _LINEAR = ReduceOp.SUM, ReduceOp.MEAN
 _numbers = itertools.count()  # Of optimizers, in the order in which they were made.
 
 
-class _BackwardPasses(threading.local):
-    """The backward passes of a thread: the optimizers whose gradients each has computed."""
-
-    def __init__(self) -> None:
-        self.touched: dict[int, dict[int, weakref.ref[_Reduction]]] = {}
-
-
-_passes = _BackwardPasses()
+# For each backward pass that runs, by its number: the optimizers whose gradients it has computed.
+_passes: dict[int, dict[int, weakref.ref[_Reduction]]] = {}
 # What elastic workers keep for modules, optimizers and schedulers that are in use.
 _held = weakref.WeakKeyDictionary[Any, "_States"]()
 
@@ -64,13 +59,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name.
 ) -> Any:
     """Return the optimizer, which from now on gets gradients that are reduced over all replicas.
 
-    The gradients are reduced at the end of each backward pass, with one all-reduce. A parameter
-    without a gradient on a replica counts as zeros there; without one on any, it stays None. It is
-    the same object, so schedulers, parameter groups and `state_dict` stay as they are.
-
-    The optimizer has two more methods. ``synchronize()`` reduces gradients that are not reduced
-    yet, as `step` does: those of fewer than `backward_passes_per_step` passes.
-    ``skip_synchronize()`` is a context manager for Horovod's programs, which changes nothing.
+    They are reduced at the end of each backward pass, with one all-reduce. A parameter without a
+    gradient on a replica counts as zeros there; without one on any, it stays None. It is the same
+    object, so schedulers, parameter groups and `state_dict` stay as they are. It has two more
+    methods: ``synchronize()`` reduces the gradients of fewer than `backward_passes_per_step`
+    passes, as `step` does, and ``skip_synchronize()``, a context manager, changes nothing.
 
     Args:
         optimizer: an optimizer of PyTorch, of one replica.
@@ -79,10 +72,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name.
             all-reduce, before each `step`. They add up, as in PyTorch: divide the loss.
 
     Raises:
-        ValueError: `op` or `backward_passes_per_step` is something else.
         TypeError: `optimizer` is no optimizer of PyTorch, or is distributed already.
 
-    >>> import torch, ndistribute as nd
+    >>> import ndistribute as nd
     >>> def make():
     ...     model = torch.nn.Linear(1, 1, bias=False)
     ...     return model, DistributedOptimizer(torch.optim.SGD(model.parameters(), 1.0))
@@ -95,15 +87,13 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name.
     ...     strategy.run(step, args=replicate(make)).values
     (1.5, 1.5)
     """
-    if not isinstance(optimizer, torch.optim.Optimizer) or _is_distributed(optimizer):
-        what = "is distributed already" if _is_distributed(optimizer) else "is none of PyTorch's"
-        raise TypeError(f"DistributedOptimizer: the optimizer {what}: {optimizer!r}")
+    if not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "reduction"):
+        what = "an optimizer of PyTorch that is not distributed yet"
+        raise TypeError(f"DistributedOptimizer needs {what}, got {optimizer!r}.")
     op = ReduceOp.parse(op)
     if op not in _LINEAR or backward_passes_per_step < 1:
-        raise ValueError(
-            "DistributedOptimizer: op must be 'mean' or 'sum', and backward_passes_per_step 1 or "
-            f"more, got {op.name} and {backward_passes_per_step}."
-        )
+        what = f"op 'mean' or 'sum' and passes, got {op.name} and {backward_passes_per_step}."
+        raise ValueError(f"DistributedOptimizer needs {what}")
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (_DistributedMethods, kind), {})
     optimizer.reduction = reduction = _Reduction(optimizer, op, backward_passes_per_step)
@@ -140,10 +130,6 @@ class _DistributedMethods:
         self.reduction.watch(param_group["params"])
 
 
-def _is_distributed(thing: Any) -> bool:
-    return isinstance(thing, _DistributedMethods)
-
-
 class _Reduction:
     """Reduces the gradients of an optimizer, and pushes its steps to parameter servers."""
 
@@ -158,10 +144,14 @@ class _Reduction:
         self._optimizer = weakref.ref(optimizer)
 
     @property
-    def parameters(self) -> list[Any]:
-        """All parameters of the optimizer, in order."""
-        groups: Any = self._optimizer().param_groups  # type: ignore[union-attr]
-        return [parameter for group in groups for parameter in group["params"]]
+    def parameters(self) -> dict[str, Any]:
+        """All parameters of the optimizer by group and place, with the name if it is known."""
+        groups: Any = enumerate(self._optimizer().param_groups)  # type: ignore[union-attr]
+        return {
+            f"{number}.{k} {group['param_names'][k] if 'param_names' in group else ''}": parameter
+            for number, group in groups
+            for k, parameter in enumerate(group["params"])
+        }
 
     def watch(self, parameters: Sequence[Any]) -> None:
         """Take notice of the gradients of parameters from now on."""
@@ -187,21 +177,19 @@ class _Reduction:
         strategy = _strategy_of(self._strategy)
         shared = self._optimizer() in _held
         if not shared and (strategy.session or isinstance(strategy, ParameterServerStrategy)):
-            raise RuntimeError(
-                "DistributedOptimizer: elastic workers and parameter servers need to know the "
-                "module and its optimizer: make them with replicate, or pass both to broadcast."
-            )
+            how = "make the module and the optimizer with replicate, or pass both to broadcast"
+            raise RuntimeError(f"{strategy!r} does not know what is to be kept: {how}.")
         return strategy.num_replicas_in_sync  # type: ignore[no-any-return]
 
     def reduce(self) -> None:
         """Set each gradient to its mean over all replicas."""
         self.passes = 0
-        trained = [each for each in self.parameters if each.requires_grad]
-        gradients = [self._checked(each) for each in trained]
+        trained = {name: each for name, each in self.parameters.items() if each.requires_grad}
+        gradients = list(itertools.starmap(_checked_gradient, trained.items()))
         if self.size() == 1:
             return
         flags = np.array([gradient is not None for gradient in gradients], np.float32)
-        pairs = zip(trained, gradients, strict=True)
+        pairs = zip(trained.values(), gradients, strict=True)
         sent = [torch.zeros_like(p) if g is None else g for p, g in pairs]
         arrays = [array_of(g.to(self.sent_as) if self.sent_as else g) for g in sent]
 
@@ -209,12 +197,13 @@ class _Reduction:
             try:
                 return replica.communicator.all_reduce(ReduceOp.MEAN, [flags, *arrays])
             except CollectiveMismatchError as error:
-                names = ", ".join(f"{self._name(each)} {list(each.shape)}" for each in trained)
+                names = ", ".join(f"{name} {list(each.shape)}" for name, each in trained.items())
                 error.add_note(f"flags, then the gradients of this replica's parameters: {names}")
                 raise
 
         flags, *means = in_replica(reduced, self._strategy)
-        for parameter, mean in itertools.compress(zip(trained, means, strict=True), flags):
+        pairs = zip(trained.values(), means, strict=True)
+        for parameter, mean in itertools.compress(pairs, flags):
             parameter.grad = tensor_of(mean).to(parameter.dtype)
 
     def before_step(self) -> None:
@@ -222,44 +211,33 @@ class _Reduction:
         if self.passes:
             self.reduce()
         if self.served:
-            self._before = [each.detach().clone() for each in self.parameters]
+            self._before = [each.detach().clone() for each in self.parameters.values()]
 
     def after_step(self) -> None:
         """Add what a step changed to the parameters on servers, and get their values."""
         if self.served:
-            for variable, now, then in zip(self.served, self.parameters, self._before, strict=True):
-                variable.assign_add(array_of(now - then))
+            now = self.parameters.values()
+            for variable, new, old in zip(self.served, now, self._before, strict=True):
+                variable.assign_add(array_of(new - old))
             self.pull()
 
     def pull(self) -> None:
         """Set parameters to their values on servers."""
-        for parameter, variable in zip(self.parameters, self.served, strict=True):
+        for parameter, variable in zip(self.parameters.values(), self.served, strict=True):
             parameter.detach().copy_(tensor_of(as_array(variable)))
 
-    def _checked(self, parameter: Any) -> Any:
-        """Return the gradient of a parameter, or None; refuse what is not reduced."""
-        gradient = parameter.grad
-        if gradient is not None and gradient.layout is not torch.strided:
-            raise NotImplementedError(
-                f"parameter {self._name(parameter)} has a sparse gradient, which "
-                "DistributedOptimizer does not reduce: make the layer with sparse=False."
-            )
-        if gradient is not None and gradient.requires_grad:
-            raise NotImplementedError(
-                f"parameter {self._name(parameter)}: DistributedOptimizer does not differentiate "
-                "through its reduction. Leave create_graph out of backward(), and use "
-                "torch.autograd.grad(..., create_graph=True) for inner derivatives."
-            )
-        return gradient
 
-    def _name(self, parameter: Any) -> str:
-        """Return the name of a parameter, or its place in the optimizer."""
-        for number, group in enumerate(self._optimizer().param_groups):  # type: ignore[union-attr]
-            for k, each in enumerate(group["params"]):
-                if each is parameter:
-                    names = group.get("param_names")
-                    return names[k] if names else f"{k} of group {number}"
-        return "?"
+def _checked_gradient(name: str, parameter: Any) -> Any:
+    """Return the gradient of a parameter, or None; refuse what is not reduced."""
+    gradient, what = parameter.grad, f"DistributedOptimizer does not reduce: parameter {name}"
+    if gradient is not None and gradient.layout is not torch.strided:
+        raise NotImplementedError(f"{what} has a sparse gradient: make the layer dense.")
+    if gradient is not None and gradient.requires_grad:
+        raise NotImplementedError(
+            f"{what} has a gradient with a graph: leave create_graph out of backward(), and use "
+            "torch.autograd.grad(..., create_graph=True) for inner derivatives."
+        )
+    return gradient
 
 
 def _note(reduction: weakref.ref[_Reduction], _: Any) -> None:
@@ -267,11 +245,11 @@ def _note(reduction: weakref.ref[_Reduction], _: Any) -> None:
     task: int = torch._C._current_graph_task_id()
     if (me := reduction()) is None:
         return
-    if task not in _passes.touched:
-        _passes.touched[task] = {}
+    if task not in _passes:
+        _passes[task] = {}
         end = functools.partial(_end_pass, task)
         torch.autograd.Variable._execution_engine.queue_callback(end)
-    _passes.touched[task][me.number] = reduction
+    _passes[task][me.number] = reduction
 
 
 def _scaled(reduction: weakref.ref[_Reduction], gradient: Any) -> Any:
@@ -281,13 +259,13 @@ def _scaled(reduction: weakref.ref[_Reduction], gradient: Any) -> Any:
 
 def _end_pass(task: int) -> None:
     """Reduce the gradients of a backward pass, in the order in which optimizers were made."""
-    for _, reduction in sorted(_passes.touched.pop(task).items()):
+    for _, reduction in sorted(_passes.pop(task).items()):
         if (me := reduction()) is not None:
             me.end_pass()
 
 
 def replicate(make: Callable[[], Any]) -> Any:
-    """Return what a function makes, once for each replica of this process.
+    """Return what a function makes, once for each replica, as a nest of `PerReplica` for `run`.
 
     All replicas of the job get the state of the first one. PyTorch's random numbers go on as if
     the function had been called once.
@@ -295,16 +273,9 @@ def replicate(make: Callable[[], Any]) -> Any:
     Args:
         make: returns a module, or a nest of modules, optimizers and schedulers.
 
-    Returns:
-        The nest of `make`, with a `PerReplica` at each leaf, to be passed to `run`.
-
-    Raises:
-        RuntimeError: called inside a replica, or outside the scope of a strategy of several.
-
-    >>> import torch, ndistribute as nd
+    >>> import ndistribute as nd
     >>> with nd.MirroredStrategy(["cpu:0", "cpu:1"]):
-    ...     models = replicate(lambda: torch.nn.Linear(2, 1))
-    >>> first, second = models.values
+    ...     first, second = replicate(lambda: torch.nn.Linear(2, 1)).values
     >>> torch.equal(first.weight, second.weight), first is second
     (True, False)
     """
@@ -323,8 +294,6 @@ def replicate(make: Callable[[], Any]) -> Any:
 def broadcast(module: Any = None, optimizer: Any = None, root: int = 0) -> None:
     """Give the state of one replica to all: parameters, buffers and state of an optimizer.
 
-    It is called outside of replicas, by all processes.
-
     Args:
         module: the module; a `PerReplica` if this process has several replicas.
         optimizer: its optimizer, likewise.
@@ -332,10 +301,8 @@ def broadcast(module: Any = None, optimizer: Any = None, root: int = 0) -> None:
 
     Raises:
         ValueError: there is no replica `root`, or not one module for each replica.
-        RuntimeError: a module or an optimizer has other parameters than that of `root`; or called
-            inside a replica.
+        RuntimeError: a module has other parameters than that of `root`; or called in a replica.
 
-    >>> import torch
     >>> broadcast(torch.nn.Linear(2, 1))
     """
     strategy, things = _strategy_of(None), [x for x in (module, optimizer) if x is not None]
@@ -354,14 +321,20 @@ def _share_out(strategy: Any, parts: Sequence[Sequence[Any]], root: int) -> None
     states = _States(parts)
     _held.update(dict.fromkeys(itertools.chain(*parts), states))
     strategy.note_state(states)
-    for column in zip(*parts, strict=True):
-        if isinstance(strategy, ParameterServerStrategy) and _is_distributed(column[0]):
-            with strategy.scope():
-                arrays = map(array_of, column[0].reduction.parameters)
-                served = [Variable(array, aggregation="only_first_replica") for array in arrays]
-            for each in column:
-                each.reduction.served = served
-                each.reduction.pull()
+    if isinstance(strategy, ParameterServerStrategy):
+        with strategy.scope():
+            for column in zip(*parts, strict=True):
+                _serve([each.reduction for each in column if isinstance(each, _DistributedMethods)])
+
+
+def _serve(reductions: Sequence[_Reduction]) -> None:
+    """Keep on servers the parameters of an optimizer, of which each replica has one."""
+    served: list[Variable] = []
+    for each in reductions:
+        arrays = map(array_of, each.parameters.values())
+        served = served or [Variable(array, aggregation="only_first_replica") for array in arrays]
+        each.served = served
+        each.pull()
 
 
 def _share(things: Sequence[Any], root: int) -> None:
@@ -377,54 +350,49 @@ def _share(things: Sequence[Any], root: int) -> None:
 
 
 class _States:
-    """The states of what the replicas of this process have, for elastic workers.
-
-    Those of optimizers have their parameters and gradients, which a step that is run again changes.
-    """
+    """The states of what the replicas of this process have, for elastic workers."""
 
     def __init__(self, parts: Sequence[Sequence[Any]]) -> None:
         self._parts = [[weakref.ref(each) for each in part] for part in parts]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of each replica; they differ in their gradients alone."""
-        numbered = enumerate(self._parts)
-        return {str(k): [self._state(each()) for each in part] for k, part in numbered}
+        return {
+            str(k): [None if (thing := each()) is None else plain_state(thing) for each in part]
+            for k, part in enumerate(self._parts)
+        }
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Set the states of the replicas; those of another worker may be fewer."""
         for k, part in enumerate(self._parts):
             for each, state in zip(part, states.get(str(k), states["0"]), strict=True):
-                if (thing := each()) is not None:
-                    self._load(thing, *state)
-
-    def _state(self, thing: Any) -> Any:
-        if not _is_distributed(thing):
-            return [None if thing is None else plain_state(thing)]
-        tensors = [[each, each.grad] for each in thing.reduction.parameters]
-        return [plain_state(thing), thing.reduction.passes, _mapped(tensors, _copied)]
-
-    def _load(self, thing: Any, state: Any, passes: int = 0, tensors: Any = ()) -> None:
-        load_plain_state(thing, state)
-        if _is_distributed(thing):
-            thing.reduction.passes = passes
-            for parameter, pair in zip(thing.reduction.parameters, tensors, strict=True):
-                value, parameter.grad = _mapped(pair, _uncopied)
-                parameter.detach().copy_(value)
+                if (thing := each()) is not None and state is not None:
+                    load_plain_state(thing, state)
 
 
 def plain_state(thing: Any) -> Any:
-    """Return the state of a module, optimizer or scheduler with copies of tensors as arrays."""
-    return _mapped(thing.state_dict(), _copied)
+    """Return the state of a module, scheduler or optimizer (with parameters) of copied arrays."""
+    state = dict(thing.state_dict())
+    if isinstance(thing, _DistributedMethods):
+        tensors = [[each, each.grad] for each in thing.reduction.parameters.values()]
+        state = {"state": state, "passes": thing.reduction.passes, "tensors": tensors}
+    return tree.map_leaves(_copied, state)
 
 
 def load_plain_state(thing: Any, state: Any) -> None:
     """Set the state of a module, optimizer or scheduler to one of `plain_state`."""
-    thing.load_state_dict(_mapped(state, _uncopied))
+    state = tree.map_leaves(_uncopied, state)
+    if isinstance(thing, _DistributedMethods):
+        parameters = thing.reduction.parameters.values()
+        for parameter, (value, gradient) in zip(parameters, state["tensors"], strict=True):
+            parameter.detach().copy_(value)
+            parameter.grad = gradient
+        thing.reduction.passes, state = state["passes"], state["state"]
+    thing.load_state_dict(state)
 
 
 def _copied(leaf: Any) -> Any:
-    if isinstance(leaf, np.generic):  # Tensors without axes come back as such.
-        return leaf.item()
+    leaf = leaf.item() if isinstance(leaf, np.generic) else leaf  # Tensors come back as such.
     return array_of(leaf).copy() if isinstance(leaf, torch.Tensor) else leaf
 
 
@@ -432,33 +400,30 @@ def _uncopied(leaf: Any) -> Any:
     return tensor_of(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
 
 
-def _mapped(nest: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a nest of dicts, lists and tuples with changed leaves; the order of keys stays."""
-    if isinstance(nest, dict):
-        return {key: _mapped(value, change) for key, value in nest.items()}
-    if isinstance(nest, list | tuple):
-        return type(nest)([_mapped(value, change) for value in nest])
-    return change(nest)
+def takes(value: Any) -> bool:
+    """Return True if a nest has a tensor, so that its collectives are those of this module."""
+    return any(isinstance(leaf, torch.Tensor) for leaf in tree.flatten(value))
 
 
-def all_reduce(op: Any, value: Any) -> Any:
-    """Return tensors reduced over all replicas; gradients flow through SUM, MEAN, MIN and MAX.
+def all_reduce(op: Any, value: Any, options: CommunicationOptions | None = None) -> Any:
+    """Return tensors reduced over all replicas; gradients flow back through SUM and MEAN.
 
-    Outside of replicas it takes a step of its own, if this process has one replica. With this
-    module imported, `ReplicaContext.all_reduce` calls it for tensors.
+    With this module imported, `ReplicaContext.all_reduce` calls it for tensors. Outside of
+    replicas it takes a step of its own, if this process has one replica.
 
     Args:
         op: a `ReduceOp`, or its name in any case.
         value: a tensor or a nest of tensors, arrays and numbers, with the same shapes everywhere.
+        options: how long to wait.
 
-    >>> import torch
     >>> all_reduce("sum", torch.ones(2, requires_grad=True))
     tensor([1., 1.], grad_fn=<_AllReduceBackward>)
     """
-    return _over_tensors(value, lambda tensors: _AllReduce.apply(ReduceOp.parse(op), *tensors))
+    op = ReduceOp.parse(op)
+    return _over_tensors(value, lambda tensors: _AllReduce.apply(op, options, *tensors))
 
 
-def all_gather(value: Any, axis: int = 0) -> Any:
+def all_gather(value: Any, axis: int = 0, options: CommunicationOptions | None = None) -> Any:
     """Return the tensors of all replicas, concatenated in replica order; gradients flow back.
 
     With this module imported, `ReplicaContext.all_gather` calls it for tensors.
@@ -466,14 +431,14 @@ def all_gather(value: Any, axis: int = 0) -> Any:
     Args:
         value: a tensor or a nest of tensors, arrays and numbers.
         axis: the axis along which to concatenate, and along which lengths may differ.
+        options: `CommunicationOptions`.
 
-    >>> import torch
     >>> all_gather(torch.ones(2, 1)).shape
     torch.Size([2, 1])
     """
 
     def gathered(tensors: Sequence[Any]) -> Any:
-        joined = _AllGather.apply(*[tensor.movedim(axis, 0) for tensor in tensors])
+        joined = _AllGather.apply(options, *[tensor.movedim(axis, 0) for tensor in tensors])
         return [tensor.movedim(0, axis) for tensor in joined]
 
     return _over_tensors(value, gathered)
@@ -482,51 +447,37 @@ def all_gather(value: Any, axis: int = 0) -> Any:
 def _over_tensors(value: Any, call: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
     """Return a nest with the results of a function of its leaves, which it gets as tensors."""
     leaves = tree.flatten(value)
-    tensor = torch.Tensor
-    sent = [each if isinstance(each, tensor) else tensor_of(as_array(each)) for each in leaves]
+    sent = [each if takes(each) else tensor_of(as_array(each)) for each in leaves]
     pairs = zip(leaves, call(sent), strict=True)
-    results = [new if isinstance(old, tensor) else array_of(new)[()] for old, new in pairs]
-    return tree.unflatten(value, results)
+    return tree.unflatten(value, [new if takes(old) else array_of(new)[()] for old, new in pairs])
 
 
 class _AllReduce(torch.autograd.Function):  # type: ignore[misc]
     """An all-reduce, whose gradient is one."""
 
     @staticmethod
-    def forward(ctx: Any, op: ReduceOp, *tensors: Any) -> tuple[Any, ...]:
-        """Return the reduced tensors."""
+    def forward(ctx: Any, op: ReduceOp, options: Any, *tensors: Any) -> tuple[Any, ...]:
         ctx.op, arrays = op, list(map(array_of, tensors))
-        results = in_replica(lambda replica: replica.communicator.all_reduce(op, arrays))
-        reduced = tuple(map(tensor_of, results))
-        if op not in _LINEAR:
-            ctx.save_for_backward(*tensors, *reduced)
-        return reduced
+        reduced = in_replica(lambda replica: replica.communicator.all_reduce(op, arrays, options))
+        return tuple(map(tensor_of, reduced))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        """Return the gradients; replicas with equal extremes share them."""
-        if ctx.op in _LINEAR:
-            return None, *_AllReduce.apply(ctx.op, *gradients)
-        if ctx.op is ReduceOp.PROD:
-            raise NotImplementedError("all_reduce of tensors: PROD has no gradient here.")
-        count, saved = len(gradients), ctx.saved_tensors
-        marks = [(x == y).to(y.dtype) for x, y in zip(saved, saved[count:], strict=False)]
-        totals = _AllReduce.apply(ReduceOp.SUM, *gradients, *marks)
-        rows = zip(totals, totals[count:], marks, strict=False)
-        return None, *(total * mark / holders.clamp(min=1) for total, holders, mark in rows)
+        if ctx.op not in _LINEAR:
+            raise NotImplementedError(f"all_reduce of tensors: {ctx.op.name} has no gradient here.")
+        return None, None, *_AllReduce.apply(ctx.op, None, *gradients)
 
 
 class _AllGather(torch.autograd.Function):  # type: ignore[misc]
     """Concatenation along the first axis, whose gradient is a part of the sum."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Any) -> tuple[Any, ...]:
-        """Return the concatenated tensors."""
+    def forward(ctx: Any, options: Any, *tensors: Any) -> tuple[Any, ...]:
         ctx.lengths, arrays = list(map(len, tensors)), list(map(array_of, tensors))
 
         def gathered(replica: ReplicaContext) -> Any:
             sent = [np.array([ctx.lengths]), *arrays]
-            table, *joined = replica.communicator.all_gather(sent, 0)
+            table, *joined = replica.communicator.all_gather(sent, 0, options)
             ctx.starts = table[: replica.replica_id_in_sync_group].sum(0).tolist()
             return joined
 
@@ -534,51 +485,25 @@ class _AllGather(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        """Return this replica's part of the summed gradients."""
-        totals = _AllReduce.apply(ReduceOp.SUM, *gradients)
+        totals = _AllReduce.apply(ReduceOp.SUM, None, *gradients)
         rows = zip(totals, ctx.starts, ctx.lengths, strict=True)
-        return tuple(total.narrow(0, start, length) for total, start, length in rows)
+        return None, *(total.narrow(0, start, length) for total, start, length in rows)
 
 
-class _Guest:
-    """Performs the collectives of replicas for nests with tensors."""
-
-    @staticmethod
-    def takes(value: Any) -> bool:
-        """Return True if a nest has a tensor."""
-        return any(isinstance(leaf, torch.Tensor) for leaf in tree.flatten(value))
-
-    @staticmethod
-    def all_reduce(_: Any, op: Any, value: Any, options: Any) -> Any:
-        """Return tensors reduced over all replicas."""
-        return all_reduce(op, value)
-
-    @staticmethod
-    def all_gather(_: Any, value: Any, axis: int, options: Any) -> Any:
-        """Return tensors concatenated over all replicas."""
-        return all_gather(value, axis)
-
-
-guests.append(_Guest)
+guests.append(sys.modules[__name__])
 
 
 def synchronize_batch_norm(module: Any) -> Any:
     """Return a module whose layers of batch normalisation use the statistics of all replicas.
 
-    The layers keep their parameters and buffers. While they train, each one makes an all-gather in
-    the forward pass and an all-reduce in the backward pass; rows count alike wherever they are.
-
-    Args:
-        module: changed in place.
+    The module is changed in place; layers keep parameters and buffers. While they train, each one
+    makes an all-gather in the forward pass and an all-reduce in the backward pass.
 
     Raises:
         TypeError: a layer is lazy, so its parameters are not made yet.
 
-    >>> import torch
-    >>> synchronize_batch_norm(torch.nn.Sequential(torch.nn.BatchNorm1d(2)))
-    Sequential(
-      (0): BatchNormOverReplicas(2, ...)
-    )
+    >>> synchronize_batch_norm(torch.nn.BatchNorm1d(2))
+    BatchNormOverReplicas(2, ...)
     """
     for name, layer in module.named_modules():
         if isinstance(layer, torch.nn.modules.batchnorm._BatchNorm):
@@ -591,11 +516,9 @@ def synchronize_batch_norm(module: Any) -> Any:
 class BatchNormOverReplicas(torch.nn.modules.batchnorm._BatchNorm):  # type: ignore[misc]
     """Batch normalisation over all replicas, see `synchronize_batch_norm`."""
 
-    def _check_input_dim(self, _: Any) -> None:
-        """Take inputs of any number of axes."""
+    def _check_input_dim(self, _: Any) -> None: ...
 
     def forward(self, inputs: Any) -> Any:
-        """Return normalised inputs."""
         if not self.training or _strategy_of(None).num_replicas_in_sync == 1:
             return super().forward(inputs)
         wide = inputs if inputs.dtype in (torch.float32, torch.float64) else inputs.float()
@@ -609,13 +532,12 @@ class BatchNormOverReplicas(torch.nn.modules.batchnorm._BatchNorm):  # type: ign
         mean = (share * means).sum(0)
         variance = (share * (variances + (means - mean).square())).sum(0)
         if self.track_running_stats:
-            with torch.no_grad():
-                self.num_batches_tracked += 1
-                count = self.num_batches_tracked.item()
-                factor = 1 / count if self.momentum is None else self.momentum
-                self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
-                unbiased = variance * total / (total - 1)
-                self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+            self.num_batches_tracked += 1
+            count = self.num_batches_tracked.item()
+            factor = 1 / count if self.momentum is None else self.momentum
+            unbiased = variance * total / (total - 1)
+            for old, new in (self.running_mean, mean), (self.running_var, unbiased):
+                old.lerp_(new.detach().to(old.dtype), factor)
         result = (wide - mean.view(shape)) * torch.rsqrt(variance + self.eps).view(shape)
         if self.weight is not None:
             result = result * self.weight.view(shape)
@@ -625,13 +547,9 @@ class BatchNormOverReplicas(torch.nn.modules.batchnorm._BatchNorm):  # type: ign
 
 
 def in_replica(call: Callable[[ReplicaContext], Any], made_in: Any = None) -> Any:
-    """Return what a function of this replica's context returns.
+    """Return what a function of this replica's context returns, outside in a step of its own.
 
-    Outside of replicas, it is called in a step of its own, if this process has one replica.
-
-    Args:
-        call: the function.
-        made_in: the strategy to use outside of the scope of any; None: the default one.
+    That is a step of the current strategy, or, outside of any, of `made_in`.
     """
     frame = current_frame()
     if frame.replica is not None:
@@ -639,9 +557,8 @@ def in_replica(call: Callable[[ReplicaContext], Any], made_in: Any = None) -> An
     strategy = _strategy_of(made_in)
     if (count := len(strategy.devices)) > 1:
         raise RuntimeError(
-            f"a collective of tensors was called outside of replicas, and this process has {count} "
-            f"of {strategy!r}: put backward() and what else reduces into the function that "
-            "strategy.run executes."
+            f"tensors were reduced outside of replicas, and this process has {count} of "
+            f"{strategy!r}: call backward() in the function that strategy.run executes."
         )
     results: list[Any] = []  # `run` would convert them.
     strategy.run(lambda: results.append(call(get_replica_context())))  # type: ignore[arg-type]
@@ -653,26 +570,22 @@ def _strategy_of(made_in: Any) -> Any:
     strategy: Any = get_strategy()
     if strategy.is_default and made_in is not None:
         strategy = made_in
-    others = [each for each in strategies_of_several() if not each._refusal]
-    if strategy.is_default and others:
-        raise RuntimeError(
-            f"tensors would be reduced over one replica, because this is outside the scope of "
-            f"{others[0]!r}: make the optimizer `with strategy.scope():`, or train in a function "
-            "that strategy.run executes."
-        )
+    others = strategies_of_several() if strategy.is_default else []
+    for other in others:
+        if not other._refusal:  # It is open.
+            raise RuntimeError(
+                f"this is outside the scope of {other!r}, so tensors would not be reduced: make "
+                "the optimizer in `with strategy.scope():`, or train in what strategy.run executes."
+            )
     return strategy
 
 
 def array_of(tensor: Any) -> np.ndarray[Any, Any]:
-    """Return a tensor in host memory as an array of the same memory.
-
-    Raises:
-        TypeError: the tensor is elsewhere.
-    """
+    """Return a tensor as an array of the same memory; it must be in host memory."""
     if tensor.device.type != "cpu":
         raise TypeError(
-            f"a tensor on {tensor.device} cannot be reduced: collectives take tensors in host "
-            "memory. Move the module with .cpu(), or use CuPy's arrays for GPUs."
+            f"a tensor on {tensor.device} was passed, and only those in host memory are taken: "
+            "move the module with .cpu(), or use CuPy's arrays for GPUs."
         )
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.dtype is torch.bfloat16:

@@ -31,7 +31,7 @@ def on_three(step):
     return boxes
 
 
-@pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])
+@pytest.mark.parametrize("op", ["sum", "mean"])
 def test_gradients_flow_through_an_all_reduce(op):
     values = torch.tensor([[1.0, 5.0, 2.0], [3.0, 5.0, 2.0], [0.0, 1.0, 2.0]])
     factors = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]])
@@ -42,8 +42,7 @@ def test_gradients_flow_through_an_all_reduce(op):
         return mine.grad
 
     everything = values.clone().requires_grad_()
-    reduced = {"sum": torch.sum, "mean": torch.mean, "min": torch.amin, "max": torch.amax}[op]
-    (reduced(everything, 0) * factors).sum().backward()
+    (getattr(everything, op)(0) * factors).sum().backward()
     for mine, wanted in zip(on_three(step), everything.grad, strict=True):
         torch.testing.assert_close(mine, wanted)
 
@@ -105,9 +104,10 @@ def test_shapes_that_differ_are_named():
         strategy.run(lambda: guest.all_reduce("sum", torch.ones(1 + rank())))
 
 
-def test_a_product_has_no_gradient():
-    value = guest.all_reduce("prod", torch.ones(2, requires_grad=True))
-    with pytest.raises(NotImplementedError, match="PROD has no gradient"):
+@pytest.mark.parametrize("op", ["prod", "max"])
+def test_other_reductions_have_no_gradient(op):
+    value = guest.all_reduce(op, torch.ones(2, requires_grad=True))
+    with pytest.raises(NotImplementedError, match=f"{op.upper()} has no gradient"):
         value.sum().backward()
 
 
