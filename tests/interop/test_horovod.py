@@ -1,14 +1,13 @@
 """Programs with Horovod's names, on processes that a launcher started."""
 
 import copy
-import sys
 
 import numpy as np
 import pytest
 
-import ndistribute as nd
 from tests.jobs.launched import run
-from tests.processes import Ranks
+from tests.processes import ROOT, Ranks
+from tests.test_docs import run_blocks
 
 torch = pytest.importorskip("torch")
 hvd = pytest.importorskip("ndistribute.interop.horovod")
@@ -226,6 +225,6 @@ def test_a_training_goes_on_when_a_worker_is_lost_and_comes_back(tmp_path):
     assert resets == ("[1, 2]", "[]")
 
 
-def test_it_is_not_loaded_with_the_package():
-    assert nd is sys.modules["ndistribute"]
-    assert "horovod" not in dir(nd)
+def test_the_page_from_horovod_is_true():
+    page = (ROOT / "docs/from-horovod.md").read_text()
+    run_blocks(page.replace("```py\n", "```python\n"), "from-horovod.md")
