@@ -29,10 +29,10 @@ BUDGETS = {
     "collective": 4654,
     "compat": 4010,
     "coordinator": 916,
-    "data": 2935,
+    "data": 2914,
     "estimator": 1470,
     "graph": 4703,
-    "interop": 636,
+    "interop": 645,
     "jit": 1652,
     "launcher": 1827,
     "models": 7347,
@@ -45,7 +45,7 @@ BUDGETS = {
     "variables": 1146,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 43107
+TESTS_BUDGET = 43122
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -65,7 +65,7 @@ def distribute(
             "distribute_dataset: experimental_replication_mode PER_REPLICA is for "
             "distribute_datasets_from_function only."
         )
-    check_division(upstream(node), 1, 0)
+    check_division((step.loader for step in upstream(node)), 1, 0)
     can_agree = topology.workers is not None
     sharding = choose_sharding(node, chosen.auto_shard_policy, topology.num_workers, can_agree)
     return DistributedDataset(Pipelines(lambda *_: node, topology), topology, sharding, chosen)
@@ -106,7 +106,7 @@ def distribute_from_function(
         numbers = range(first, first + counts[shard]) if per_replica else (shard,)
         nodes = tuple(as_dataset(fn(InputContext(many, number, every)))._node for number in numbers)
         for node, number in zip(nodes, numbers, strict=True):
-            check_division(upstream(node), many, number)
+            check_division((step.loader for step in upstream(node)), many, number)
         return in_rounds(nodes) if per_replica else nodes[0]
 
     pipelines = Pipelines(make, topology)

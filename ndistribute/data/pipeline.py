@@ -211,7 +211,6 @@ class Node:
     arrays: tuple[Any, ...] = ()  # Of a source of arrays.
     files: tuple[str, ...] | None = None  # The paths of a source that reads files.
     loader: Any = None  # The object of the user that a source iterates over.
-    division: tuple[int, int] | None = None  # The number of parts and the part that it has.
     tensors: list[bool] | None = None  # Which leaves of its last batch were tensors, if any may be.
     runs_user_code: bool = False  # Or reads files, to produce an element.
     # Selects elements by their number, so the parts of its input cannot be read independently.

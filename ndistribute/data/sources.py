@@ -138,7 +138,6 @@ def iterable(batches: Any) -> Node:
         spec=spec,
         loader=loader,
         runs_user_code=runs,
-        division=loaders.division_of(batches),
         tensors=tensors,
     )
 

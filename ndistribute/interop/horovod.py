@@ -10,12 +10,10 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable
-from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from ndistribute import tree
 from ndistribute.collective.bootstrap import host_identity
 from ndistribute.collective.membership import Elastic
 from ndistribute.collective.objects import all_gather_object
@@ -36,6 +34,7 @@ _REFUSED = {
     "alltoall": "call allgather, and take your part",
     "reducescatter": "call allreduce, and take your part",
     "sparse_allreduce_async": "make the layer with sparse=False",
+    "ElasticSampler": "make a DistributedSampler in the function of elastic.run",
     "ProcessSet": "use ndistribute's strategies for groups of replicas of one process",
     "add_process_set": "use ndistribute's strategies for groups of replicas of one process",
     "start_timeline": "set NDISTRIBUTE_TRACE=DIR when you start the job",
@@ -246,10 +245,8 @@ def broadcast(
 ) -> Any:
     """Return the tensor of one process, differentiable if it requires a gradient."""
     _reduction(None, None, process_set)
-    if not 0 <= root_rank < size():
-        raise ValueError(f"hvd.broadcast: root_rank must be in [0, {size()}), got {root_rank}.")
     if tensor.requires_grad:  # The gradient goes to the root.
-        mine = torch.tensor(rank() == root_rank)
+        mine = torch.tensor(rank() == _root(root_rank))
         return guest.all_reduce(Sum, torch.where(mine, tensor, torch.zeros_like(tensor)))
     return _sent([tensor], root_rank)[0]
 
@@ -276,9 +273,15 @@ def poll(handle: Any) -> bool:
     return True
 
 
+def _root(rank: int) -> int:
+    if not 0 <= rank < size():
+        raise ValueError(f"root_rank must be in [0, {size()}), got {rank}.")
+    return rank
+
+
 def _sent(tensors: list[Any], root: int) -> list[Any]:
     """Return the tensors of one process."""
-    arrays = [guest.array_of(tensor) for tensor in tensors]
+    arrays, root = [guest.array_of(tensor) for tensor in tensors], _root(root)
     values = guest.in_replica(lambda replica: replica.communicator.broadcast(arrays, root))
     return list(map(guest.tensor_of, values))
 
@@ -323,22 +326,25 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     [{'epoch': 3}]
     >>> shutdown()
     """
-    sent = tree.map_leaves(lambda x: _Sent(guest.array_of(x)) if torch.is_tensor(x) else x, obj)
+    sent = _mapped(obj, lambda x: _Sent(guest.array_of(x)) if torch.is_tensor(x) else x)
     objects = guest.in_replica(lambda replica: all_gather_object(replica.communicator, sent))
-    return [_received(each) for each in objects]
+    received: list[Any] = _mapped(
+        objects, lambda x: guest.tensor_of(np.array(x.array)) if isinstance(x, _Sent) else x
+    )
+    return received
 
 
-def _received(nest: Any) -> Any:
-    if isinstance(nest, _Sent):
-        return guest.tensor_of(np.array(nest.array))
-    if isinstance(nest, dict):
-        return type(nest)((key, _received(value)) for key, value in nest.items())
-    return type(nest)(map(_received, nest)) if type(nest) in (list, tuple) else nest
+def _mapped(nest: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(nest, dict):  # A `state_dict` is a class of dict that is only known here.
+        return {key: _mapped(value, change) for key, value in nest.items()}
+    if type(nest) in (list, tuple):
+        return type(nest)(_mapped(value, change) for value in nest)
+    return change(nest)
 
 
 def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
     """Return the object of one process: a nest of plain values, arrays and tensors."""
-    return allgather_object(obj if rank() == root_rank else None)[root_rank]
+    return allgather_object(obj if rank() == _root(root_rank) else None)[root_rank]
 
 
 def barrier(process_set: Any = global_process_set) -> None:
@@ -508,4 +514,12 @@ def _run(func: Callable[..., Any]) -> Callable[..., Any]:
     return train
 
 
-elastic = SimpleNamespace(TorchState=TorchState, run=_run)
+class _Elastic:
+    TorchState = TorchState
+    run = staticmethod(_run)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        __getattr__(name)
+
+
+elastic = _Elastic()

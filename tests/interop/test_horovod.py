@@ -93,6 +93,9 @@ def collectives(rank, size):
         assert received[0][0].tolist() == [2.0, 3.0]
         assert received[0][1] == (None, "text")
         assert [each["rank"] for each in hvd.allgather_object(sent)] == [0, 1]
+        kept = hvd.broadcast_object(network(seed=me).state_dict(), root_rank=0)
+        assert all(map(torch.equal, kept.values(), network(seed=0).state_dict().values()))
+        hvd.elastic.TorchState(epoch=1).sync()
         hvd.barrier()
         return hvd.join()
 
@@ -118,14 +121,17 @@ def test_what_horovod_has_and_this_lacks_is_refused_by_name(alone):
     for name in WITHOUT_NAME:
         with pytest.raises(AttributeError, match=f"no {name}: "):
             getattr(hvd, name)
+    with pytest.raises(AttributeError, match="no ElasticSampler: make a DistributedSampler"):
+        hvd.elastic.ElasticSampler(None)
     with pytest.raises(NotImplementedError, match="Adasum"):
         hvd.allreduce(torch.ones(1), op=hvd.Adasum)
     with pytest.raises(ValueError, match="process_set"):
         hvd.allgather(torch.ones(1), process_set=[0])
     with pytest.raises(ValueError, match="pass op"):
         hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum)
-    with pytest.raises(ValueError, match=r"root_rank must be in \[0, 1\)"):
-        hvd.broadcast(torch.ones(1), 1)
+    for broadcast in (hvd.broadcast, hvd.broadcast_object, hvd.broadcast_):
+        with pytest.raises(ValueError, match=r"root_rank must be in \[0, 1\)"):
+            broadcast(torch.ones(1, requires_grad=True), 1)
     with pytest.raises(ValueError, match="invalid params"):
         hvd.broadcast_parameters(torch.ones(1))
 

@@ -71,7 +71,10 @@ LOADERS = {
 }
 REFUSED = {
     "global generator": (lambda: td.DataLoader(Rows(), 4, shuffle=True), r"torch\.Generator\(\)"),
-    "unknown order": (lambda: td.DataLoader(Rows(), 4, sampler=Halves()), "its Halves depends on"),
+    "unknown order": (
+        lambda: td.DataLoader(Rows(), 4, sampler=Halves()),
+        "its Halves has no generator",
+    ),
     "stream": (lambda: td.DataLoader(Stream(), batch_size=4), "iterable dataset"),
 }
 
@@ -122,7 +125,7 @@ def test_an_order_that_cannot_be_restored_is_refused_when_a_state_is_asked_for(k
 def test_a_state_of_another_loader_is_refused():
     with mirrored(1) as strategy:
         state = iter(strategy.distribute_dataset(LOADERS["in order"]())).state_dict()
-        with pytest.raises(ValueError, match=r"0 generator\(s\), this has 1"):
+        with pytest.raises(ValueError, match="other generators"):
             iter(strategy.distribute_dataset(LOADERS["shuffled"]())).load_state_dict(state)
 
 
