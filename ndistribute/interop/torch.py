@@ -33,7 +33,7 @@ from ndistribute.devices import as_array
 from ndistribute.dtypes import dtype_named
 from ndistribute.errors import CollectiveMismatchError, MissingDependencyError
 from ndistribute.strategies.parameter_server import ParameterServerStrategy
-from ndistribute.values import PerReplica
+from ndistribute.values import DistributedValues, PerReplica
 from ndistribute.variables.variable import Variable
 
 try:
@@ -261,10 +261,10 @@ def _end_pass(task: int) -> None:
 
 
 def replicate(make: Callable[[], Any]) -> Any:
-    """Return what a function makes, once for each replica, as a nest of `PerReplica` for `run`.
+    """Return what a function makes, once for each replica, as a nest of `DistributedValues`.
 
-    All replicas of the job get the state of the first one. PyTorch's random numbers go on as if
-    the function had been called once.
+    The nest is to be passed to `run`. All replicas of the job get the state of the first one.
+    PyTorch's random numbers go on as if the function had been called once.
 
     Args:
         make: returns a module, or a nest of modules, optimizers and schedulers.
@@ -281,7 +281,7 @@ def replicate(make: Callable[[], Any]) -> Any:
     for _ in strategy.devices:
         torch.set_rng_state(start)
         made.append(make())
-    replicas = tree.regroup(made, PerReplica)
+    replicas = tree.regroup(made, DistributedValues)  # Workers that change keep these.
     parts = [[leaf for leaf in tree.flatten(each) if hasattr(leaf, "state_dict")] for each in made]
     _share_out(strategy, parts, 0)
     return replicas
@@ -291,7 +291,7 @@ def broadcast(module: Any = None, optimizer: Any = None, root: int = 0) -> None:
     """Give the state of one replica to all: parameters, buffers and state of an optimizer.
 
     Args:
-        module: the module; a `PerReplica` if this process has several replicas.
+        module: the module; what `replicate` returned if this process has several replicas.
         optimizer: its optimizer, likewise.
         root: the index of the replica whose state all get.
 
