@@ -32,14 +32,14 @@ def is_tensor(value: Any) -> bool:
 
 def array_of(tensor: Any) -> Array:
     """Return the values of a tensor as a NumPy array."""
-    host = tensor.detach().cpu()
+    host = tensor.detach().cpu().resolve_conj().resolve_neg()
     if host.dtype is not torch_loaded().bfloat16:
         return host.numpy()
     return host.view(torch_loaded().int16).numpy().view(dtype_named("bfloat16"))
 
 
 def tensor_of(array: Array) -> Any:
-    """Return the values of an array as a tensor.
+    """Return an array as a tensor, of the same memory if it may be written.
 
     Raises:
         ValueError: the program has not imported PyTorch.
@@ -47,6 +47,7 @@ def tensor_of(array: Array) -> Any:
     torch = torch_loaded()
     if torch is None:
         raise ValueError("a state has a tensor of PyTorch: import torch before you load it.")
+    array = np.require(array, requirements="W")
     if array.dtype.name != "bfloat16":
-        return torch.as_tensor(array)
-    return torch.as_tensor(np.asarray(array).view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)

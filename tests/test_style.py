@@ -32,20 +32,20 @@ BUDGETS = {
     "data": 2914,
     "estimator": 1470,
     "graph": 4703,
-    "interop": 645,
+    "interop": 636,
     "jit": 1652,
     "launcher": 1827,
-    "models": 7347,
+    "models": 7349,
     "optimizers": 1025,
     "parameter_server": 2143,
     "strategies": 2250,
     "task": 303,
-    "top level": 3173,
+    "top level": 3174,
     "transport": 2014,
     "variables": 1146,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 43122
+TESTS_BUDGET = 43669
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -12,8 +12,6 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
-
 from ndistribute.collective.bootstrap import host_identity
 from ndistribute.collective.membership import Elastic
 from ndistribute.collective.objects import all_gather_object
@@ -21,6 +19,7 @@ from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.context import set_strategy
 from ndistribute.data import Dataset
 from ndistribute.data.sources import has_state
+from ndistribute.guest_tensors import tensor_of
 from ndistribute.interop import torch as guest
 from ndistribute.strategies.local import MultiWorkerMirroredStrategy
 
@@ -283,7 +282,7 @@ def _sent(tensors: list[Any], root: int) -> list[Any]:
     """Return the tensors of one process."""
     arrays, root = [guest.array_of(tensor) for tensor in tensors], _root(root)
     values = guest.in_replica(lambda replica: replica.communicator.broadcast(arrays, root))
-    return list(map(guest.tensor_of, values))
+    return list(map(tensor_of, values))
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
@@ -329,7 +328,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     sent = _mapped(obj, lambda x: _Sent(guest.array_of(x)) if torch.is_tensor(x) else x)
     objects = guest.in_replica(lambda replica: all_gather_object(replica.communicator, sent))
     received: list[Any] = _mapped(
-        objects, lambda x: guest.tensor_of(np.array(x.array)) if isinstance(x, _Sent) else x
+        objects, lambda x: tensor_of(x.array) if isinstance(x, _Sent) else x
     )
     return received
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ndistribute import tree
+from ndistribute import guest_tensors, tree
 from ndistribute.collective.communicator import CommunicationOptions
 from ndistribute.collective.objects import all_gather_object
 from ndistribute.collective.reduce_op import ReduceOp
@@ -30,10 +30,10 @@ from ndistribute.context import (
     strategies_of_several,
 )
 from ndistribute.devices import as_array
-from ndistribute.dtypes import dtype_named
 from ndistribute.errors import CollectiveMismatchError, MissingDependencyError
+from ndistribute.guest_tensors import tensor_of
 from ndistribute.strategies.parameter_server import ParameterServerStrategy
-from ndistribute.values import PerReplica
+from ndistribute.values import DistributedValues, PerReplica
 from ndistribute.variables.variable import Variable
 
 try:
@@ -265,10 +265,10 @@ def _end_pass(task: int) -> None:
 
 
 def replicate(make: Callable[[], Any]) -> Any:
-    """Return what a function makes, once for each replica, as a nest of `PerReplica` for `run`.
+    """Return what a function makes, once for each replica, as a nest of `DistributedValues`.
 
-    All replicas of the job get the state of the first one. PyTorch's random numbers go on as if
-    the function had been called once.
+    The nest is to be passed to `run`. All replicas of the job get the state of the first one.
+    PyTorch's random numbers go on as if the function had been called once.
 
     Args:
         make: returns a module, or a nest of modules, optimizers and schedulers.
@@ -285,7 +285,7 @@ def replicate(make: Callable[[], Any]) -> Any:
     for _ in strategy.devices:
         torch.set_rng_state(start)
         made.append(make())
-    replicas = tree.regroup(made, PerReplica)
+    replicas = tree.regroup(made, DistributedValues)  # Workers that change keep these.
     parts = [[leaf for leaf in tree.flatten(each) if hasattr(leaf, "state_dict")] for each in made]
     _share_out(strategy, parts, 0)
     return replicas
@@ -295,7 +295,7 @@ def broadcast(module: Any = None, optimizer: Any = None, root: int = 0) -> None:
     """Give the state of one replica to all: parameters, buffers and state of an optimizer.
 
     Args:
-        module: the module; a `PerReplica` if this process has several replicas.
+        module: the module; what `replicate` returned if this process has several replicas.
         optimizer: its optimizer, likewise.
         root: the index of the replica whose state all get.
 
@@ -587,17 +587,5 @@ def array_of(tensor: Any) -> np.ndarray[Any, Any]:
             f"a tensor on {tensor.device} was passed, and only those in host memory are taken: "
             "move the module with .cpu(), or use CuPy's arrays for GPUs."
         )
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.dtype is torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(dtype_named("bfloat16"))  # type: ignore[no-any-return]
-    return tensor.numpy()  # type: ignore[no-any-return]
-
-
-def tensor_of(array: Any) -> Any:
-    """Return an array as a tensor, of the same memory if it may be written."""
-    array = np.asarray(array)
-    if not array.flags.writeable:
-        array = array.copy()
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+    array: np.ndarray[Any, Any] = guest_tensors.array_of(tensor)
+    return array

@@ -204,7 +204,8 @@ class Checkpoint:
                 values.extend(self._checked(source, tensors, data))
                 for path, part in self._parts():
                     if has_state(part):
-                        undo.callback(part.load_state_dict, copy.deepcopy(part.state_dict()))
+                        for each in getattr(part, "objects", (part,)):
+                            undo.callback(each.load_state_dict, copy.deepcopy(each.state_dict()))
                         state = contents.States(tensors).decode(data["states"][path])
                         with _naming(path, source):
                             part.load_state_dict(state)

@@ -5,6 +5,7 @@ Nothing here reads files, or changes an object, except for the generators of rep
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -60,14 +61,14 @@ class OfReplicas:
     """
 
     def __init__(self, objects: Sequence[Any]) -> None:
-        self._objects = objects
+        self.objects = objects
 
     def state_dict(self) -> Any:
-        return self._objects[0].state_dict()
+        return self.objects[0].state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        for each in self._objects:
-            each.load_state_dict(state)
+        for each in self.objects:  # An optimizer keeps the very tensors that it gets.
+            each.load_state_dict(copy.deepcopy(state))
 
 
 class GeneratorState:
