@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from tests.jobs.launched import run
-from tests.processes import ROOT, Ranks
-from tests.test_docs import run_blocks
+from tests.processes import Ranks
 
 torch = pytest.importorskip("torch")
 hvd = pytest.importorskip("ndistribute.interop.horovod")
@@ -229,8 +228,3 @@ def test_a_training_goes_on_when_a_worker_is_lost_and_comes_back(tmp_path):
     assert len(ends) == 2, done.stdout + done.stderr
     assert values[0] == values[1]
     assert resets == ("[1, 2]", "[]")
-
-
-def test_the_page_from_horovod_is_true():
-    page = (ROOT / "docs/from-horovod.md").read_text()
-    run_blocks(page.replace("```py\n", "```python\n"), "from-horovod.md")
