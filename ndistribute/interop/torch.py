@@ -32,6 +32,7 @@ from ndistribute.context import (
 from ndistribute.devices import as_array
 from ndistribute.dtypes import dtype_named
 from ndistribute.errors import CollectiveMismatchError, MissingDependencyError
+from ndistribute.optimizers import SGD
 from ndistribute.strategies.parameter_server import ParameterServerStrategy
 from ndistribute.values import DistributedValues, PerReplica
 from ndistribute.variables.variable import Variable
@@ -136,7 +137,8 @@ class _Reduction:
     def __init__(self, optimizer: Any, op: ReduceOp, every: int) -> None:
         self.number, self._strategy = next(_numbers), get_strategy()
         self.passes = 0  # Since the last reduction.
-        self.served: list[Variable] = []  # The parameters on servers.
+        self.served: list[Variable] = []  # The parameters on servers,
+        self.server: Any = None  # and what subtracts there what a step subtracts here.
         self._before: list[Any] = []  # Their values before the step.
         self._op, self._every = op, every
         # No cycle: hooks of a dropped optimizer must end at the same time on all replicas.
@@ -212,9 +214,9 @@ class _Reduction:
     def after_step(self) -> None:
         """Add what a step changed to the parameters on servers, and get their values."""
         if self.served:
-            now = self.parameters.values()
-            for variable, new, old in zip(self.served, now, self._before, strict=True):
-                variable.assign_add(array_of(new - old))
+            pairs = zip(self._before, self.parameters.values(), strict=True)
+            changes = [array_of(old - new) for old, new in pairs]
+            self.server.apply_gradients(zip(changes, self.served, strict=True), True)
             self.pull()
 
     def pull(self) -> None:
@@ -317,19 +319,18 @@ def _share_out(strategy: Any, parts: Sequence[Sequence[Any]], root: int) -> None
     states = _States(parts)
     _held.update(dict.fromkeys(itertools.chain(*parts), states))
     strategy.note_state(states)
-    if isinstance(strategy, ParameterServerStrategy):
-        with strategy.scope():
-            for column in zip(*parts, strict=True):
-                _serve([each.reduction for each in column if isinstance(each, _DistributedMethods)])
+    for column in zip(*parts, strict=True):  # The same thing on each replica.
+        if isinstance(strategy, ParameterServerStrategy) and hasattr(column[0], "reduction"):
+            with strategy.scope():
+                _serve([each.reduction for each in column])
 
 
 def _serve(reductions: Sequence[_Reduction]) -> None:
     """Keep on servers the parameters of an optimizer, of which each replica has one."""
-    served: list[Variable] = []
+    arrays, server = map(array_of, reductions[0].parameters.values()), SGD(1.0)
+    served = list(map(Variable, arrays))
     for each in reductions:
-        arrays = map(array_of, each.parameters.values())
-        served = served or [Variable(array, aggregation="only_first_replica") for array in arrays]
-        each.served = served
+        each.server, each.served = server, served
         each.pull()
 
 
