@@ -11,8 +11,8 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -61,10 +61,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name.
     """Return the optimizer, which from now on gets gradients that are reduced over all replicas.
 
     They are reduced at the end of each backward pass, with one all-reduce. A parameter without a
-    gradient on a replica counts as zeros there; without one on any, it stays None. It is the same
-    object, so schedulers, parameter groups and `state_dict` stay as they are. It has two more
-    methods: ``synchronize()`` reduces the gradients of fewer than `backward_passes_per_step`
-    passes, as `step` does, and ``skip_synchronize()``, a context manager, changes nothing.
+    gradient on a replica counts as zeros there; without one on any, it stays None. Schedulers,
+    parameter groups and `state_dict` stay as they are. ``synchronize()`` reduces the gradients of
+    fewer than `backward_passes_per_step` passes, as `step` does.
 
     Args:
         optimizer: an optimizer of PyTorch, of one replica.
@@ -115,10 +114,9 @@ class _DistributedMethods:
         if self.reduction.passes:
             self.reduction.reduce()
 
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """Change nothing: `step` does not reduce gradients a second time."""
-        yield
+    def skip_synchronize(self) -> AbstractContextManager[None]:
+        """Change nothing in a block: `step` does not reduce gradients a second time."""
+        return nullcontext()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Reset the gradients, and the number of passes that are not reduced yet."""
@@ -129,6 +127,9 @@ class _DistributedMethods:
         """Add a group of parameters, whose gradients are reduced too."""
         super().add_param_group(param_group)  # type: ignore[misc]
         self.reduction.watch(param_group["params"])
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a distributed optimizer is not copied or pickled: copy its state_dict().")
 
 
 class _Reduction:
@@ -277,8 +278,6 @@ def replicate(make: Callable[[], Any]) -> Any:
     >>> torch.equal(first.weight, second.weight), first is second
     (True, False)
     """
-    if current_frame().replica is not None:
-        raise RuntimeError("replicate was called inside a replica: call it before strategy.run.")
     strategy, start, made = _strategy_of(None), torch.get_rng_state(), []
     for _ in strategy.devices:
         torch.set_rng_state(start)
