@@ -266,8 +266,8 @@ def _end_pass(task: int) -> None:
 def replicate(make: Callable[[], Any]) -> Any:
     """Return what a function makes, once for each replica, as a nest of `DistributedValues`.
 
-    The nest is to be passed to `run`. All replicas of the job get the state of the first one.
-    PyTorch's random numbers go on as if the function had been called once.
+    The nest is to be passed to `run`. What has a `state_dict` gets that of the first replica of the
+    job. PyTorch's random numbers go on as if the function had been called once.
 
     Args:
         make: returns a module, or a nest of modules, optimizers and schedulers.
