@@ -11,8 +11,8 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from ndistribute.context import (
 from ndistribute.devices import as_array
 from ndistribute.errors import CollectiveMismatchError, MissingDependencyError
 from ndistribute.guest_tensors import tensor_of
+from ndistribute.optimizers import SGD
 from ndistribute.strategies.parameter_server import ParameterServerStrategy
 from ndistribute.values import DistributedValues, PerReplica
 from ndistribute.variables.variable import Variable
@@ -60,10 +61,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name.
     """Return the optimizer, which from now on gets gradients that are reduced over all replicas.
 
     They are reduced at the end of each backward pass, with one all-reduce. A parameter without a
-    gradient on a replica counts as zeros there; without one on any, it stays None. It is the same
-    object, so schedulers, parameter groups and `state_dict` stay as they are. It has two more
-    methods: ``synchronize()`` reduces the gradients of fewer than `backward_passes_per_step`
-    passes, as `step` does, and ``skip_synchronize()``, a context manager, changes nothing.
+    gradient on a replica counts as zeros there; without one on any, it stays None. Schedulers,
+    parameter groups and `state_dict` stay as they are. ``synchronize()`` reduces the gradients of
+    fewer than `backward_passes_per_step` passes, as `step` does.
 
     Args:
         optimizer: an optimizer of PyTorch, of one replica.
@@ -114,10 +114,9 @@ class _DistributedMethods:
         if self.reduction.passes:
             self.reduction.reduce()
 
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """Change nothing: `step` does not reduce gradients a second time."""
-        yield
+    def skip_synchronize(self) -> AbstractContextManager[None]:
+        """Change nothing in a block: `step` does not reduce gradients a second time."""
+        return nullcontext()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Reset the gradients, and the number of passes that are not reduced yet."""
@@ -129,6 +128,9 @@ class _DistributedMethods:
         super().add_param_group(param_group)  # type: ignore[misc]
         self.reduction.watch(param_group["params"])
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a distributed optimizer is not copied or pickled: copy its state_dict().")
+
 
 class _Reduction:
     """Reduces the gradients of an optimizer, and pushes its steps to parameter servers."""
@@ -137,7 +139,8 @@ class _Reduction:
         self.number, self._strategy = next(_numbers), get_strategy()
         self.passes = 0  # Since the last reduction.
         self.sent_as: Any = None  # The dtype in which gradients are sent; None: their own.
-        self.served: list[Variable] = []  # The parameters on servers.
+        self.served: list[Variable] = []  # The parameters on servers,
+        self.server: Any = None  # and what subtracts there what a step subtracts here.
         self._before: list[Any] = []  # Their values before the step.
         self._op, self._every = op, every
         # No cycle: hooks of a dropped optimizer must end at the same time on all replicas.
@@ -216,9 +219,9 @@ class _Reduction:
     def after_step(self) -> None:
         """Add what a step changed to the parameters on servers, and get their values."""
         if self.served:
-            now = self.parameters.values()
-            for variable, new, old in zip(self.served, now, self._before, strict=True):
-                variable.assign_add(array_of(new - old))
+            pairs = zip(self._before, self.parameters.values(), strict=True)
+            changes = [array_of(old - new) for old, new in pairs]
+            self.server.apply_gradients(zip(changes, self.served, strict=True), True)
             self.pull()
 
     def pull(self) -> None:
@@ -267,8 +270,8 @@ def _end_pass(task: int) -> None:
 def replicate(make: Callable[[], Any]) -> Any:
     """Return what a function makes, once for each replica, as a nest of `DistributedValues`.
 
-    The nest is to be passed to `run`. All replicas of the job get the state of the first one.
-    PyTorch's random numbers go on as if the function had been called once.
+    The nest is to be passed to `run`. What has a `state_dict` gets that of the first replica of the
+    job. PyTorch's random numbers go on as if the function had been called once.
 
     Args:
         make: returns a module, or a nest of modules, optimizers and schedulers.
@@ -279,8 +282,6 @@ def replicate(make: Callable[[], Any]) -> Any:
     >>> torch.equal(first.weight, second.weight), first is second
     (True, False)
     """
-    if current_frame().replica is not None:
-        raise RuntimeError("replicate was called inside a replica: call it before strategy.run.")
     strategy, start, made = _strategy_of(None), torch.get_rng_state(), []
     for _ in strategy.devices:
         torch.set_rng_state(start)
@@ -321,19 +322,18 @@ def _share_out(strategy: Any, parts: Sequence[Sequence[Any]], root: int) -> None
     states = _States(parts)
     _held.update(dict.fromkeys(itertools.chain(*parts), states))
     strategy.note_state(states)
-    if isinstance(strategy, ParameterServerStrategy):
-        with strategy.scope():
-            for column in zip(*parts, strict=True):
-                _serve([each.reduction for each in column if isinstance(each, _DistributedMethods)])
+    for column in zip(*parts, strict=True):  # The same thing on each replica.
+        if isinstance(strategy, ParameterServerStrategy) and hasattr(column[0], "reduction"):
+            with strategy.scope():
+                _serve([each.reduction for each in column])
 
 
 def _serve(reductions: Sequence[_Reduction]) -> None:
     """Keep on servers the parameters of an optimizer, of which each replica has one."""
-    served: list[Variable] = []
+    arrays, server = map(array_of, reductions[0].parameters.values()), SGD(1.0)
+    served = list(map(Variable, arrays))
     for each in reductions:
-        arrays = map(array_of, each.parameters.values())
-        served = served or [Variable(array, aggregation="only_first_replica") for array in arrays]
-        each.served = served
+        each.server, each.served = server, served
         each.pull()
 
 

@@ -1,5 +1,8 @@
 """What PyTorch's programs do with an optimizer works the same with reduced gradients, or raises."""
 
+import copy
+import pickle
+
 import pytest
 
 from ndistribute.errors import CollectiveMismatchError
@@ -444,6 +447,12 @@ def test_what_is_no_optimizer_or_is_distributed_is_refused():
     for wrong in (network(), pair()()[1]):
         with pytest.raises(TypeError, match="of PyTorch that is not distributed yet"):
             guest.DistributedOptimizer(wrong)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_a_copy_is_refused(copied):
+    with pytest.raises(TypeError, match=r"copy its state_dict\(\)"):
+        copied(pair()()[1])
 
 
 def test_replicate_inside_of_a_replica_is_refused():

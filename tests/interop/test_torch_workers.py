@@ -191,6 +191,31 @@ def test_the_others_take_half_a_step_back_and_run_it_again(point):
     check_equal([outcomes[rank].result() for rank in (0, 2)], right)
 
 
+def a_script_until_one_dies(rank, size):
+    """Train outside of `run`; worker 1 dies in its third backward pass, and the others go on."""
+    with joined(elastic=nd.Elastic(min_workers=2)) as strategy, strategy.scope():
+        torch.manual_seed(rank)
+        model, optimizer = pair()()
+        guest.broadcast(model, optimizer)
+        for number, (inputs, targets) in enumerate(strategy.elastic(dataset(6))):
+            x, y = (torch.tensor(part.numpy()) for part in (inputs, targets))
+            optimizer.zero_grad()
+            if (rank, number) == (1, 2):
+                model[0].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        return number, strategy.num_replicas_in_sync, values_of(model)
+
+
+def test_a_script_goes_on_without_a_killed_worker():
+    with Ranks(3) as ranks:
+        outcomes = ranks.run(a_script_until_one_dies)
+    assert outcomes[1].error == "Lost"
+    (steps, size, values), (*same, others) = (outcomes[rank].result() for rank in (0, 2))
+    assert [steps, size] == same == [5, 2]
+    check_equal([values, others], values, 0)
+
+
 def leaves_and_joins(rank, size):
     """Train; worker 2 leaves after three steps, and joins again with a model of its own."""
     leaves, steps, after = rank == 2, 0, 0
@@ -241,3 +266,31 @@ def served(monkeypatch):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_parameters_on_a_server_are_those_of_one_process(served, optimizer):
     check_equal(trained(served, pair(optimizer)), alone(pair(optimizer)))
+
+
+def together_on_a_server(rank, size):
+    """Serve, or train as one of two workers whose steps are combined into one."""
+    resolver = nd.TFConfigClusterResolver()
+    if resolver.task_type == "ps":
+        return nd.Server(resolver.cluster_spec(), "ps", 0).join()
+    strategy = nd.ParameterServerStrategy(
+        resolver, devices=["cpu:0"], replicas_to_aggregate=2, timeout_seconds=DEADLINE
+    )
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        loss_of(model, rows(rank - 1, 2)).backward()
+        optimizer.step()
+
+    with strategy, strategy.scope():
+        torch.manual_seed(0)
+        replicas = guest.replicate(pair())
+        for _ in range(STEPS):
+            strategy.run(step, args=replicas)
+        return values_of(replicas[0].values[0])
+
+
+def test_steps_of_workers_that_wait_for_each_other_are_averaged():
+    with Ranks(3, jobs=["ps", "worker", "worker"]) as ranks:
+        outcomes = ranks.run(together_on_a_server)
+    check_equal([outcomes[rank].result() for rank in (1, 2)], alone())
