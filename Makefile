@@ -23,7 +23,8 @@ WORKERS ?= 3
 # More arguments for pytest or the benchmarks, for example: make test ARGS='-k tape -x'
 ARGS ?=
 
-.PHONY: help demo test hosts-test lint docs bench package gpu-test cupy cupy-check clean
+.PHONY: help demo test hosts-test lint docs bench package gpu-test cupy cupy-check guests guests-test \
+  clean
 
 help:
 	@echo 'make demo      fit a small convolutional network on two replicas'
@@ -35,6 +36,7 @@ help:
 	@echo 'make package   build the wheel and the source archive in dist, and try both in new environments'
 	@echo 'make gpu-test  run the tests that need a GPU (CUDA=cuda12 or CUDA=cuda13)'
 	@echo 'make cupy-check  compare our calls with CuPy 13, CuPy 14 and NCCL; needs no GPU'
+	@echo 'make guests-test  run the tests with PyTorch and Keras; fetches 2.5 GB'
 	@echo 'make clean     remove .venv, caches and build products'
 
 demo: $(VENV)/ready
@@ -98,6 +100,19 @@ cupy-check: cupy
 	  $(PY) -m pytest -m 'not gpu' -k gpu $(ARGS) $(ON_GPUS) \
 	    || exit 1; \
 	done
+
+# Guests: modules and models of other libraries, in an environment of their own, because PyTorch's wheels
+# with CUDA are 2.5 GB. PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu has small ones.
+guests:
+	$(MAKE) VENV=.venv-guests .venv-guests/ready-guests
+
+guests-test: guests
+	.venv-guests/bin/python -m pytest $(ARGS) ndistribute/interop tests/interop \
+	  'tests/test_docs.py::test_the_page_runs[docs/guests.md]'
+
+$(VENV)/ready-guests: $(VENV)/ready-test
+	$(PIP) --editable '.[torch]' 'keras >= 3.10'
+	@touch $@
 
 clean:
 	rm -rf $(VENV) .venv-* build dist docs/reference *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

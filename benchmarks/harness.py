@@ -36,7 +36,7 @@ from tests.processes import Ranks, Starter
 OURS, TF, TORCH, MPICH, JAX = "ours", "TF", "PyTorch", "MPICH", "JAX"
 # What a side's interpreter must have, and what else of it is worth noting.
 _PACKAGES = {
-    OURS: ["numpy", "mpi4py", "mpich", "jax"],
+    OURS: ["numpy", "mpi4py", "mpich", "jax", "torch"],
     TF: ["tensorflow"],
     TORCH: ["torch"],
     MPICH: ["mpi4py", "mpich"],

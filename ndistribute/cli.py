@@ -28,7 +28,7 @@ from ndistribute.version import __version__
 _USAGE_ERROR = 2
 _BENCHMARKS = (
     "all_reduce compiled cost_model elastic elastic_torch faults graph input models overhead "
-    "run_all servers training"
+    "run_all servers torch_workers training"
 )
 
 

@@ -90,6 +90,9 @@ _thread = _State()
 open_traces: list[None] = []
 """One entry for each open `tracing` of any thread: where it is empty, nobody looks for a trace."""
 
+guests: list[Any] = []
+"""Modules with the collectives of other libraries' tensors, and ``takes``, which knows these."""
+
 _of_several: set[weakref.ref[Any]] = set()
 
 
@@ -160,6 +163,9 @@ class ReplicaContext:
             CollectiveTimeoutError: a replica did not make the call in time.
         """
         recorder = self._frame("all_reduce").recorder
+        for guest in guests:
+            if guest.takes(value):
+                return guest.all_reduce(reduce_op, value, options)
         if recorder is not None:
             return recorder.all_reduce(self.communicator, reduce_op, value, options)
         return self.communicator.all_reduce(reduce_op, value, options)
@@ -179,6 +185,9 @@ class ReplicaContext:
             CollectiveMismatchError: dtypes, numbers of axes or lengths of other axes differ.
         """
         recorder = self._frame("all_gather").recorder
+        for guest in guests:
+            if guest.takes(value):
+                return guest.all_gather(value, axis, options)
         if recorder is not None:
             return recorder.all_gather(self.communicator, value, axis, options)
         return self.communicator.all_gather(value, axis, options)

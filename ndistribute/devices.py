@@ -214,7 +214,15 @@ def as_array(value: Any) -> Array:
     if type(value) is np.ndarray or is_device_array(value):
         return value
     raw_array = getattr(value, "raw_array", None)
-    return np.asarray(value) if raw_array is None else raw_array()
+    if raw_array is not None:
+        return raw_array()
+    if getattr(value, "requires_grad", False):
+        raise TypeError(
+            f"a {type(value).__name__} that requires a gradient was passed where an array is "
+            "needed: pass tensor.detach(), or, to differentiate through a collective, import "
+            "ndistribute.interop.torch."
+        )
+    return np.asarray(value)
 
 
 def to_host(array: Array) -> np.ndarray[Any, Any]:

@@ -67,6 +67,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(changed.undo)
     changed.setenv("TMPDIR", folder.name)
     changed.setattr(tempfile, "tempdir", folder.name)
+    # PyTorch makes a folder for its compiler when an optimizer is used.
+    compiler = tempfile.TemporaryDirectory(prefix="nd-", dir=os.environ["PYTEST_DEBUG_TEMPROOT"])
+    config.add_cleanup(compiler.cleanup)
+    changed.setenv("TORCHINDUCTOR_CACHE_DIR", compiler.name)
     os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
     for name, value in OPEN_MPI.items():
         os.environ.setdefault(name, value)

@@ -76,6 +76,15 @@ def test_a_benchmark_of_elastic_workers_notices_a_sample_that_is_left_out(tmp_pa
     assert any("1 samples were lost" in fault for fault in row["said"])
 
 
+def test_steps_of_pytorch_compute_the_same_as_those_of_ddp(tmp_path):
+    pytest.importorskip("torch")
+    path = tmp_path / "t.json"
+    python_says("-m", "benchmarks.torch_workers", "--quick", "--peers", "--out", path)
+    written = json.loads(path.read_text())
+    assert written["failures"] == []
+    assert len(written["results"]) == 8
+
+
 def of(*groups):
     return Benchmark("made_up", "Made up", "us", lambda quick: list(groups), rate=False)
 

@@ -27,6 +27,7 @@ LAYERS = (
         "exports",
         "indexed_slices",
         "mistakes",
+        "guest_tensors",
         "names",
         "numpy_functions",
         "ownership",
@@ -54,7 +55,7 @@ LAYERS = (
     {"models"},
     {"graph"},
     {"estimator"},
-    {"cli", "compat"},
+    {"cli", "compat", "interop"},
     {"__main__"},
 )
 # What a layer may not import although it lies lower: models know strategies through context alone.
@@ -77,6 +78,7 @@ OPTIONAL: dict[str, set[str]] = {
     "ray": set(),
     "sklearn": set(),
     "tensorflow": set(),
+    "torch": {"interop/torch.py"},
     "tqdm": set(),
 }
 

@@ -29,22 +29,23 @@ BUDGETS = {
     "collective": 4654,
     "compat": 3931,
     "coordinator": 916,
-    "data": 2779,
+    "data": 2914,
     "estimator": 1470,
     "graph": 4703,
+    "interop": 636,
     "jit": 1652,
     "launcher": 2163,
-    "models": 7350,
+    "models": 7396,
     "optimizers": 1046,
     "parameter_server": 2190,
     "strategies": 2372,
     "task": 303,
-    "top level": 3321,
+    "top level": 3363,
     "transport": 2022,
     "variables": 1153,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 43490
+TESTS_BUDGET = 44677
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

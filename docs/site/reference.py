@@ -59,8 +59,8 @@ GROUPS = {
     "Parameter servers": "Server ClusterCoordinator RemoteValue PerWorkerValue",
     "Graph programs": "device graph.* graph.metrics.* graph.summary.*",
     "Estimators": "estimator.* estimator.early_stopping.* estimator.feature_column.*",
-    "Jobs and traces": "launcher.ray.run launcher.dask.run timeline.span timeline.counter trace_report.explain "
-    "trace_report.Trace trace_report.Event",
+    "Jobs and traces": "launcher.ray.run launcher.dask.run timeline.span timeline.counter "
+    "trace_report.explain trace_report.Trace trace_report.Event",
     "TensorFlow's names": "compat.tf compat.tf1 compat.graph_supervisor.Supervisor",
     "Errors": "DistributeError AuthenticationError CheckpointCorruptError CollectiveMismatchError "
     "CollectiveTimeoutError WorkerLostError errors.*",
@@ -70,8 +70,8 @@ INTERNAL = set(
     """
     add_bias add_kernel add_update add_updates assembled build_for check_can_go_back checked
     encloses exceeds finish_step generator graph_element improved initialize_with is_judged
-    last_rows local_result log_rate mark memory_space named_variables namespace nodes of_counts parse
-    penalties per_replica rate rate_at reduce_op run_step saves_after scoped set_outcome show_line
+    last_rows local_result log_rate mark memory_space named_variables namespace nodes of_counts
+    parse penalties per_replica rate rate_at reduce_op run_step saves_after scoped set_outcome show_line
     state_at summed sums take_logs timeout to_device unique_name walk weighted writer
     """.split()
 )

@@ -268,7 +268,14 @@ def in_rounds(parts: tuple[Node, ...]) -> Node:
     lengths = [part.spec.cardinality for part in parts]
     known = min(lengths) if min(lengths) < 0 else max(lengths) * len(parts)
     spec, chunks = common_spec(known, parts), pipeline.from_first(values)
-    return Node(name="in_rounds", chunks=chunks, inputs=parts, spec=spec, positional=True)
+    return Node(
+        name="in_rounds",
+        chunks=chunks,
+        inputs=parts,
+        spec=spec,
+        positional=True,
+        tensors=parts[0].tensors,
+    )
 
 
 def _zipped(like: Any, parts: tuple[Node, ...]) -> Node:

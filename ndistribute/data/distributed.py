@@ -22,6 +22,7 @@ from ndistribute.data.agreement import begin, choose_sharding, compared, joint
 from ndistribute.data.combining import in_rounds
 from ndistribute.data.dataset import as_dataset
 from ndistribute.data.iterator import TensorFlowIterator
+from ndistribute.data.loaders import as_yielded, check_division
 from ndistribute.data.options import InputContext, InputOptions, Sharding, Topology
 from ndistribute.data.pipeline import Epoch, LeafSpec, Node, describe, upstream
 from ndistribute.data.prefetch import Ahead, Threads
@@ -64,6 +65,7 @@ def distribute(
             "distribute_dataset: experimental_replication_mode PER_REPLICA is for "
             "distribute_datasets_from_function only."
         )
+    check_division((step.loader for step in upstream(node)), 1, 0)
     can_agree = topology.workers is not None
     sharding = choose_sharding(node, chosen.auto_shard_policy, topology.num_workers, can_agree)
     return DistributedDataset(Pipelines(lambda *_: node, topology), topology, sharding, chosen)
@@ -103,6 +105,8 @@ def distribute_from_function(
         many = every if per_replica else len(counts)
         numbers = range(first, first + counts[shard]) if per_replica else (shard,)
         nodes = tuple(as_dataset(fn(InputContext(many, number, every)))._node for number in numbers)
+        for node, number in zip(nodes, numbers, strict=True):
+            check_division((step.loader for step in upstream(node)), many, number)
         return in_rounds(nodes) if per_replica else nodes[0]
 
     pipelines = Pipelines(make, topology)
@@ -348,7 +352,8 @@ class DistributedIterator(TensorFlowIterator):
         for shard, position in step.reached.items():
             progress.positions[shard] = position
         self._loader_state = step.loader_state
-        return step.value
+        node = next(iter(self._nodes), self._dataset._pipelines.first)
+        return as_yielded(step.value, node.tensors)
 
     @property
     def element_spec(self) -> Any:

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from ndistribute import ownership, tree
+from ndistribute import guest_tensors, ownership, tree
 from ndistribute.devices import array_namespace, as_array, to_host
 
 Element = Any
@@ -81,7 +81,7 @@ def as_element(value: Any, lists_nest: bool = False) -> Element:
     if isinstance(value, bytes):
         return np.bytes_(value)
     try:
-        return _leaf(_array_of(value) if type(value) is list else as_array(value))
+        return _leaf(_array_of(value) if type(value) is list else _taken_as_array(value))
     except ValueError as error:
         raise _not_rectangular() from error
 
@@ -351,6 +351,10 @@ def _leaf(array: Any) -> Leaf:
         kind = type(item).__name__
         raise TypeError(f"a leaf of a dataset's element is a {kind}: it needs arrays or numbers.")
     return array[()] if array.ndim == 0 else array
+
+
+def _taken_as_array(value: Any) -> Any:
+    return guest_tensors.array_of(value) if guest_tensors.is_tensor(value) else as_array(value)
 
 
 def _array_of(items: Sequence[Any]) -> npt.NDArray[Any]:

@@ -18,6 +18,7 @@ import numpy as np
 
 from ndistribute import tree
 from ndistribute.data.elements import Chunk, Element, as_shape, checksum, drop
+from ndistribute.data.loaders import obstacle
 from ndistribute.data.options import InputOptions
 from ndistribute.data.prefetch import Threads
 from ndistribute.devices import as_array
@@ -210,6 +211,7 @@ class Node:
     arrays: tuple[Any, ...] = ()  # Of a source of arrays.
     files: tuple[str, ...] | None = None  # The paths of a source that reads files.
     loader: Any = None  # The object of the user that a source iterates over.
+    tensors: list[bool] | None = None  # Which leaves of its last batch were tensors, if any may be.
     runs_user_code: bool = False  # Or reads files, to produce an element.
     # Selects elements by their number, so the parts of its input cannot be read independently.
     positional: bool = False
@@ -272,7 +274,8 @@ class Pipeline:
 
     def _then(self, name: str, chunks: Chunks, **new: Any) -> Self:
         """Return a dataset with another node, of the same spec unless `new` has another."""
-        facts = {"inputs": (self._node,), "spec": self._node.spec, **new}
+        tensors = None if "spec" in new else self._node.tensors
+        facts = {"inputs": (self._node,), "spec": self._node.spec, "tensors": tensors, **new}
         return type(self)(Node(name=name, chunks=chunks, **facts))
 
     @staticmethod
@@ -360,10 +363,10 @@ def check_resumable(nodes: Iterable[Node], loader: Any, what: str) -> None:
             continue
         kind = type(step.loader).__name__
         raise ValueError(
-            f"{what}: the input contains a {kind}, whose position cannot be saved and restored: it "
-            "has no state_dict and load_state_dict, or is only a part of the dataset. Distribute "
-            "a loader that has both directly; or, if this one yields the same batches "
-            "each time, write Dataset.from_generator(lambda: iter(loader))."
+            f"{what}: the input contains a {kind}, whose position cannot be saved and restored: "
+            f"{obstacle(step.loader)}. Distribute a loader that has both directly; or, if this one "
+            "yields the same batches each time, write Dataset.from_generator(lambda: "
+            "iter(loader))."
         )
 
 

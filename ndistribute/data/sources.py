@@ -22,9 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ndistribute import tree
-from ndistribute.data import elements, pipeline
+from ndistribute.data import elements, loaders, pipeline
 from ndistribute.data.elements import Chunk, Element, Rows, as_element, drop, is_frame, read_only
 from ndistribute.data.pipeline import ElementSpec, Epoch, LeafSpec, Node
+from ndistribute.guest_tensors import is_tensor
 
 Reader = Callable[[str], Any]
 
@@ -115,13 +116,30 @@ def iterable(batches: Any) -> Node:
             raise ValueError(f"a dataset is expected, got {kind}. {remedy}")
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
-        left = islice(batches, start - epoch.loaded, None)
-        return zip(as_element(batch, lists_nest=True) for batch in left)
+        return zip(map(element, islice(loader, start - epoch.loaded, None)))
+
+    def element(batch: Any) -> Element:
+        if from_torch and type(batch) is list:  # Its default collate makes no tuples.
+            batch = tuple(batch)
+        made = as_element(batch, lists_nest=True)
+        tensors[:] = map(is_tensor, tree.flatten_up_to(made, batch))
+        return made
 
     # Loaders over a stream have no length, or a __len__ that raises.
     length = operator.length_hint(batches, pipeline.UNKNOWN_CARDINALITY)
     spec, runs = ElementSpec(length), not isinstance(batches, Sequence)
-    return Node(name=kind, chunks=chunks, spec=spec, loader=batches, runs_user_code=runs)
+    from_torch = loaders.is_torch_loader(batches)
+    loader, tensors = batches, [from_torch]
+    if from_torch and not has_state(batches) and not loaders.obstacle(batches):
+        loader = loaders.TorchLoader(batches)
+    return Node(
+        name=kind,
+        chunks=chunks,
+        spec=spec,
+        loader=loader,
+        runs_user_code=runs,
+        tensors=tensors,
+    )
 
 
 def has_state(loader: Any) -> bool:

@@ -263,7 +263,8 @@ class Transforming(Pipeline):
         elif known >= 0 or stop == 0:
             known = len(range(max(0, known))[start:stop:step])
         spec = replace(child.spec, cardinality=known)
-        return self._then(name, chunks, spec=spec, positional=True)
+        more = {"positional": True, "tensors": self._node.tensors}
+        return self._then(name, chunks, spec=spec, **more)
 
     def cache(self, filename: str = "") -> Self:
         """Return a dataset that keeps the elements of its first complete iteration in memory.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,11 @@ def batches_of(
                 f"{what}: its batches contain y and sample_weight, and determine the batch size. "
                 "Do not pass y, sample_weight or batch_size; or make x an array."
             )
-        data = x if isinstance(x, DistributedDataset) else as_dataset(_iterable(x))
+        data = x
+        if not isinstance(x, DistributedDataset):
+            data = as_dataset(_iterable(x))
+            if data._node.tensors is not None:  # Models compute with arrays.
+                data = type(data)(replace(data._node, tensors=None))
     else:
         if y is None and sample_weight is not None:
             raise ValueError("sample_weight was passed without labels: pass y, too.")

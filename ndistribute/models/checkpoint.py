@@ -69,8 +69,9 @@ class Checkpoint:
 
     Args:
         objects: by keyword, variables, layers, optimizers, metrics, other checkpoints, objects with
-            `state_dict` and `load_state_dict`, such as iterators of datasets, and lists and dicts
-            of all but checkpoints.
+            `state_dict` and `load_state_dict`, such as iterators of datasets and PyTorch's modules
+            and optimizers, PyTorch's generators, and lists and dicts of all but checkpoints. Of a
+            `PerReplica` of such objects the first one's state is saved, and all get it.
 
     Raises:
         TypeError: an object is none of these.
@@ -89,7 +90,7 @@ class Checkpoint:
     _saves: ClassVar[tuple[str, ...]] = _OF_MODELS
 
     def __init__(self, **objects: Any) -> None:
-        vars(self)["_objects"] = {}
+        vars(self).update(_objects={}, _made_in=get_strategy())
         for name, value in objects.items():
             setattr(self, name, value)
 
@@ -203,8 +204,11 @@ class Checkpoint:
                 values.extend(self._checked(source, tensors, data))
                 for path, part in self._parts():
                     if has_state(part):
-                        undo.callback(part.load_state_dict, copy.deepcopy(part.state_dict()))
-                        part.load_state_dict(contents.States(tensors).decode(data["states"][path]))
+                        for each in getattr(part, "objects", (part,)):
+                            undo.callback(each.load_state_dict, copy.deepcopy(each.state_dict()))
+                        state = contents.States(tensors).decode(data["states"][path])
+                        with _naming(path, source):
+                            part.load_state_dict(state)
                 return sorted(path for path, _ in self._parts())
 
             first, *others = by_all(strategy, prepare)
@@ -224,13 +228,18 @@ class Checkpoint:
 
     @property
     def strategy(self) -> Any:
-        """The strategy of the variables, or of a model; the current one if that is the default."""
+        """The strategy of the variables, or of a model; else the current one.
+
+        If that is the default, it is the one in whose scope the checkpoint was made.
+        """
         for _, part in self._parts():
             if isinstance(part, Variable):
                 owner = part.distribute_strategy
                 return get_strategy() if owner.is_default else owner
         models: list[Any] = [part for _, part in self._layers() if hasattr(part, "build_for")]
-        return models[0].strategy if models else get_strategy()
+        if models:
+            return models[0].strategy
+        return self._made_in if (current := get_strategy()).is_default else current
 
     def _build(self, source: str, tensors: Mapping[str, Any], data: Mapping[str, Any]) -> None:
         """Build the layers that lack variables, for the inputs that they were saved with."""
@@ -344,6 +353,15 @@ class Checkpoint:
 
     def _parts(self) -> Iterator[tuple[str, Any]]:
         return contents.flat("", self._nest, self._saves)
+
+
+@contextlib.contextmanager
+def _naming(path: str, source: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"while {path} was restored from {source}. Nothing has changed.")
+        raise
 
 
 NAME = "model"  # Of the checkpoint in a folder that has the very path that was passed.

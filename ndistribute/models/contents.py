@@ -5,6 +5,7 @@ Nothing here reads files, or changes an object, except for the generators of rep
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,12 +14,15 @@ from typing import Any
 import numpy as np
 
 from ndistribute.collective.objects import all_gather_object
+from ndistribute.data.sources import has_state
 from ndistribute.dtypes import dtype_named
+from ndistribute.guest_tensors import array_of, is_tensor, tensor_of
 from ndistribute.models.layers.layer import Layer
 from ndistribute.models.metrics import Metric
 from ndistribute.optimizers import Optimizer
 from ndistribute.plain import Encoder
 from ndistribute.tree import leaves
+from ndistribute.values import PerReplica
 from ndistribute.variables import Variable
 from ndistribute.variables.policy import fitted
 
@@ -39,8 +43,49 @@ def flat(prefix: str, nest: Any, saves: Sequence[str]) -> Iterator[tuple[str, An
             for part, held in parts.items():
                 if held:
                     yield from flat(part, held, saves)
+        elif isinstance(item, PerReplica):
+            for same in zip(*(flat(path, value, saves) for value in item.values), strict=True):
+                objects = [part for _, part in same]
+                yield same[0][0], OfReplicas(objects) if all(map(has_state, objects)) else item
+        elif hasattr(item, "set_state") and hasattr(item, "get_state") and not has_state(item):
+            yield path, GeneratorState(item)
         else:
             yield path, item
+
+
+class OfReplicas:
+    """The state of objects that are the same on each replica: that of the first, set on all.
+
+    Args:
+        objects: those of the replicas, with `state_dict` and `load_state_dict`.
+    """
+
+    def __init__(self, objects: Sequence[Any]) -> None:
+        self.objects = objects
+
+    def state_dict(self) -> Any:
+        return self.objects[0].state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        for each in self.objects:  # An optimizer keeps the very tensors that it gets.
+            each.load_state_dict(copy.deepcopy(state))
+
+
+class GeneratorState:
+    """The state of a generator with `get_state` and `set_state`, as those of PyTorch have.
+
+    Args:
+        generator: such a generator.
+    """
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self._generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._generator.set_state(state["state"])
 
 
 def below(paths: Iterable[str], but: Iterable[str], names: Iterable[str]) -> set[str]:
@@ -54,7 +99,7 @@ class States(Encoder):
     """Encode states for JSON, with references to arrays, which are copied to a file's tensors."""
 
     kinds = frozenset({"float", "tuple", "dict"})
-    others = ("$tensor", "$empty")
+    others = ("$tensor", "$empty", "$torch")
     refusal = ValueError, "{path} is {value!r}: a state has text, numbers, arrays, None, and nests."
 
     def __init__(self, tensors: Any) -> None:
@@ -64,6 +109,8 @@ class States(Encoder):
         return path if isinstance(path, str) else f"{self.name(path[0])}/{path[1]}"
 
     def encode_other(self, value: Any, path: Any) -> Any:
+        if is_tensor(value):
+            return {"$torch": self.encode_other(array_of(value), path)}
         if not isinstance(value, np.ndarray) or isinstance(value, np.ma.MaskedArray):
             return super().encode_other(value, path)
         if not value.size:
@@ -77,6 +124,8 @@ class States(Encoder):
     def decode_other(self, tag: str, node: dict[str, Any]) -> Any:
         if tag == "$tensor":
             return self._tensors[node[tag]]
+        if tag == "$torch":
+            return tensor_of(np.array(self.decode(node[tag])))
         shape, dtype = node[tag]
         return np.zeros(shape, dtype_named(dtype))
 

@@ -1,0 +1,591 @@
+"""PyTorch under every strategy: gradients are averaged over replicas, and state is shared.
+
+A module and its optimizer stay PyTorch's own; each replica has its own pair. `DistributedOptimizer`
+reduces the gradients at the end of each backward pass, so what follows sees those of all replicas.
+Only this file imports PyTorch; `import ndistribute` does not load it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from ndistribute import guest_tensors, tree
+from ndistribute.collective.communicator import CommunicationOptions
+from ndistribute.collective.objects import all_gather_object
+from ndistribute.collective.reduce_op import ReduceOp
+from ndistribute.context import (
+    ReplicaContext,
+    current_frame,
+    get_replica_context,
+    get_strategy,
+    guests,
+    strategies_of_several,
+)
+from ndistribute.devices import as_array
+from ndistribute.errors import CollectiveMismatchError, MissingDependencyError
+from ndistribute.guest_tensors import tensor_of
+from ndistribute.optimizers import SGD
+from ndistribute.strategies.parameter_server import ParameterServerStrategy
+from ndistribute.values import DistributedValues, PerReplica
+from ndistribute.variables.variable import Variable
+
+try:
+    import torch
+except ImportError as error:
+    raise MissingDependencyError(
+        "ndistribute.interop.torch needs PyTorch: pip install 'ndistribute[torch]'."
+    ) from error
+
+_LINEAR = ReduceOp.SUM, ReduceOp.MEAN
+
+_numbers = itertools.count()  # Of optimizers, in the order in which they were made.
+
+
+# For each backward pass that runs, by its number: the optimizers whose gradients it has computed.
+_passes: dict[int, dict[int, weakref.ref[_Reduction]]] = {}
+# What elastic workers keep for modules, optimizers and schedulers that are in use.
+_held = weakref.WeakKeyDictionary[Any, "_States"]()
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name.
+    optimizer: Any, op: Any = "mean", *, backward_passes_per_step: int = 1
+) -> Any:
+    """Return the optimizer, which from now on gets gradients that are reduced over all replicas.
+
+    They are reduced at the end of each backward pass, with one all-reduce. A parameter without a
+    gradient on a replica counts as zeros there; without one on any, it stays None. Schedulers,
+    parameter groups and `state_dict` stay as they are. ``synchronize()`` reduces the gradients of
+    fewer than `backward_passes_per_step` passes, as `step` does.
+
+    Args:
+        optimizer: an optimizer of PyTorch, of one replica.
+        op: ``"mean"``, or ``"sum"`` for losses that are divided by the size of the global batch.
+        backward_passes_per_step: after how many passes the gradients are reduced, with one
+            all-reduce, before each `step`. They add up, as in PyTorch: divide the loss.
+
+    Raises:
+        TypeError: `optimizer` is no optimizer of PyTorch, or is distributed already.
+
+    >>> import ndistribute as nd
+    >>> def make():
+    ...     model = torch.nn.Linear(1, 1, bias=False)
+    ...     return model, DistributedOptimizer(torch.optim.SGD(model.parameters(), 1.0))
+    >>> def step(model, optimizer):
+    ...     optimizer.zero_grad()
+    ...     rank = nd.get_replica_context().replica_id_in_sync_group
+    ...     model(torch.full((1, 1), rank + 1.0)).sum().backward()
+    ...     return model.weight.grad.item()
+    >>> with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+    ...     strategy.run(step, args=replicate(make)).values
+    (1.5, 1.5)
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "reduction"):
+        what = "an optimizer of PyTorch that is not distributed yet"
+        raise TypeError(f"DistributedOptimizer needs {what}, got {optimizer!r}.")
+    op = ReduceOp.parse(op)
+    if op not in _LINEAR or backward_passes_per_step < 1:
+        what = f"op 'mean' or 'sum' and passes, got {op.name} and {backward_passes_per_step}."
+        raise ValueError(f"DistributedOptimizer needs {what}")
+    kind = type(optimizer)
+    optimizer.__class__ = type(kind.__name__, (_DistributedMethods, kind), {})
+    optimizer.reduction = reduction = _Reduction(optimizer, op, backward_passes_per_step)
+    optimizer.register_step_pre_hook(lambda optimizer, *_: optimizer.reduction.before_step())
+    optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.reduction.after_step())
+    for group in optimizer.param_groups:
+        reduction.watch(group["params"])
+    return optimizer
+
+
+class _DistributedMethods:
+    """What a distributed optimizer has besides the methods of its class."""
+
+    reduction: _Reduction
+
+    def synchronize(self) -> None:
+        """Reduce the gradients of passes since the last reduction, if there are any."""
+        if self.reduction.passes:
+            self.reduction.reduce()
+
+    def skip_synchronize(self) -> AbstractContextManager[None]:
+        """Change nothing in a block: `step` does not reduce gradients a second time."""
+        return nullcontext()
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Reset the gradients, and the number of passes that are not reduced yet."""
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+        self.reduction.passes = 0
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, whose gradients are reduced too."""
+        super().add_param_group(param_group)  # type: ignore[misc]
+        self.reduction.watch(param_group["params"])
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a distributed optimizer is not copied or pickled: copy its state_dict().")
+
+
+class _Reduction:
+    """Reduces the gradients of an optimizer, and pushes its steps to parameter servers."""
+
+    def __init__(self, optimizer: Any, op: ReduceOp, every: int) -> None:
+        self.number, self._strategy = next(_numbers), get_strategy()
+        self.passes = 0  # Since the last reduction.
+        self.sent_as: Any = None  # The dtype in which gradients are sent; None: their own.
+        self.served: list[Variable] = []  # The parameters on servers,
+        self.server: Any = None  # and what subtracts there what a step subtracts here.
+        self._before: list[Any] = []  # Their values before the step.
+        self._op, self._every = op, every
+        # No cycle: hooks of a dropped optimizer must end at the same time on all replicas.
+        self._optimizer = weakref.ref(optimizer)
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """All parameters of the optimizer by group and place, with the name if it is known."""
+        groups: Any = enumerate(self._optimizer().param_groups)  # type: ignore[union-attr]
+        return {
+            f"{number}.{k} {group['param_names'][k] if 'param_names' in group else ''}": parameter
+            for number, group in groups
+            for k, parameter in enumerate(group["params"])
+        }
+
+    def watch(self, parameters: Sequence[Any]) -> None:
+        """Take notice of the gradients of parameters from now on."""
+        for parameter in parameters:
+            if not (parameter.is_floating_point() or parameter.is_complex()):
+                continue  # It never has a gradient.
+            trained = parameter.requires_grad
+            parameter.requires_grad_(True)  # Else it takes no hooks, and may be trained later.
+            note = functools.partial(_note, weakref.ref(self))
+            parameter.register_post_accumulate_grad_hook(note)
+            if self._op is ReduceOp.SUM:
+                parameter.register_hook(functools.partial(_scaled, weakref.ref(self)))
+            parameter.requires_grad_(trained)
+
+    def end_pass(self) -> None:
+        """Count a backward pass, and reduce if it is time."""
+        self.passes += 1
+        if self.passes == self._every:
+            self.reduce()
+
+    def size(self) -> int:
+        """Return the number of replicas whose gradients are reduced."""
+        strategy = _strategy_of(self._strategy)
+        shared = self._optimizer() in _held
+        if not shared and (strategy.session or isinstance(strategy, ParameterServerStrategy)):
+            how = "make the module and the optimizer with replicate, or pass both to broadcast"
+            raise RuntimeError(f"{strategy!r} does not know what is to be kept: {how}.")
+        return strategy.num_replicas_in_sync  # type: ignore[no-any-return]
+
+    def reduce(self) -> None:
+        """Set each gradient to its mean over all replicas."""
+        self.passes = 0
+        trained = {name: each for name, each in self.parameters.items() if each.requires_grad}
+        gradients = list(itertools.starmap(_checked_gradient, trained.items()))
+        if self.size() == 1:
+            return
+        flags = np.array([gradient is not None for gradient in gradients], np.float32)
+        pairs = zip(trained.values(), gradients, strict=True)
+        sent = [torch.zeros_like(p) if g is None else g for p, g in pairs]
+        arrays = [array_of(g.to(self.sent_as) if self.sent_as else g) for g in sent]
+
+        def reduced(replica: ReplicaContext) -> Any:
+            try:
+                return replica.communicator.all_reduce(ReduceOp.MEAN, [flags, *arrays])
+            except CollectiveMismatchError as error:
+                names = ", ".join(f"{name} {list(each.shape)}" for name, each in trained.items())
+                error.add_note(f"flags, then the gradients of this replica's parameters: {names}")
+                raise
+
+        flags, *means = in_replica(reduced, self._strategy)
+        pairs = zip(trained.values(), means, strict=True)
+        for parameter, mean in itertools.compress(pairs, flags):
+            parameter.grad = tensor_of(mean).to(parameter.dtype)
+
+    def before_step(self) -> None:
+        """Reduce what is not reduced; remember parameters that are on servers."""
+        if self.passes:
+            self.reduce()
+        if self.served:
+            self._before = [each.detach().clone() for each in self.parameters.values()]
+
+    def after_step(self) -> None:
+        """Add what a step changed to the parameters on servers, and get their values."""
+        if self.served:
+            pairs = zip(self._before, self.parameters.values(), strict=True)
+            changes = [array_of(old - new) for old, new in pairs]
+            self.server.apply_gradients(zip(changes, self.served, strict=True), True)
+            self.pull()
+
+    def pull(self) -> None:
+        """Set parameters to their values on servers."""
+        for parameter, variable in zip(self.parameters.values(), self.served, strict=True):
+            parameter.detach().copy_(tensor_of(as_array(variable)))
+
+
+def _checked_gradient(name: str, parameter: Any) -> Any:
+    """Return the gradient of a parameter, or None; refuse what is not reduced."""
+    gradient, what = parameter.grad, f"DistributedOptimizer does not reduce: parameter {name}"
+    if gradient is not None and gradient.layout is not torch.strided:
+        raise NotImplementedError(f"{what} has a sparse gradient: make the layer dense.")
+    if gradient is not None and gradient.requires_grad:
+        raise NotImplementedError(
+            f"{what} has a gradient with a graph: leave create_graph out of backward(), and use "
+            "torch.autograd.grad(..., create_graph=True) for inner derivatives."
+        )
+    return gradient
+
+
+def _note(reduction: weakref.ref[_Reduction], _: Any) -> None:
+    """Note that a backward pass has computed a gradient of an optimizer."""
+    task: int = torch._C._current_graph_task_id()
+    if (me := reduction()) is None:
+        return
+    if task not in _passes:
+        _passes[task] = {}
+        end = functools.partial(_end_pass, task)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+    _passes[task][me.number] = reduction
+
+
+def _scaled(reduction: weakref.ref[_Reduction], gradient: Any) -> Any:
+    """Return a gradient times the number of replicas, whose mean is then the sum."""
+    return gradient if (me := reduction()) is None else gradient * me.size()
+
+
+def _end_pass(task: int) -> None:
+    """Reduce the gradients of a backward pass, in the order in which optimizers were made."""
+    for _, reduction in sorted(_passes.pop(task).items()):
+        if (me := reduction()) is not None:
+            me.end_pass()
+
+
+def replicate(make: Callable[[], Any]) -> Any:
+    """Return what a function makes, once for each replica, as a nest of `DistributedValues`.
+
+    The nest is to be passed to `run`. What has a `state_dict` gets that of the first replica of the
+    job. PyTorch's random numbers go on as if the function had been called once.
+
+    Args:
+        make: returns a module, or a nest of modules, optimizers and schedulers.
+
+    >>> import ndistribute as nd
+    >>> with nd.MirroredStrategy(["cpu:0", "cpu:1"]):
+    ...     first, second = replicate(lambda: torch.nn.Linear(2, 1)).values
+    >>> torch.equal(first.weight, second.weight), first is second
+    (True, False)
+    """
+    strategy, start, made = _strategy_of(None), torch.get_rng_state(), []
+    for _ in strategy.devices:
+        torch.set_rng_state(start)
+        made.append(make())
+    replicas = tree.regroup(made, DistributedValues)  # Workers that change keep these.
+    parts = [[leaf for leaf in tree.flatten(each) if hasattr(leaf, "state_dict")] for each in made]
+    _share_out(strategy, parts, 0)
+    return replicas
+
+
+def broadcast(module: Any = None, optimizer: Any = None, root: int = 0) -> None:
+    """Give the state of one replica to all: parameters, buffers and state of an optimizer.
+
+    Args:
+        module: the module; what `replicate` returned if this process has several replicas.
+        optimizer: its optimizer, likewise.
+        root: the index of the replica whose state all get.
+
+    Raises:
+        ValueError: there is no replica `root`, or not one module for each replica.
+        RuntimeError: a module has other parameters than that of `root`; or called in a replica.
+
+    >>> broadcast(torch.nn.Linear(2, 1))
+    """
+    strategy, things = _strategy_of(None), [x for x in (module, optimizer) if x is not None]
+    parts = strategy.local_results(things)
+    if len(parts) != len(strategy.devices):
+        raise ValueError(
+            f"broadcast: this process has {len(strategy.devices)} replicas, which need a module "
+            "each: make them with replicate, and pass what it returns."
+        )
+    _share_out(strategy, parts, root)
+
+
+def _share_out(strategy: Any, parts: Sequence[Sequence[Any]], root: int) -> None:
+    """Give all replicas the states of one; let elastic workers and servers have them."""
+    strategy.run(_share, args=(PerReplica(parts), root))
+    states = _States(parts)
+    _held.update(dict.fromkeys(itertools.chain(*parts), states))
+    strategy.note_state(states)
+    for column in zip(*parts, strict=True):  # The same thing on each replica.
+        if isinstance(strategy, ParameterServerStrategy) and hasattr(column[0], "reduction"):
+            with strategy.scope():
+                _serve([each.reduction for each in column])
+
+
+def _serve(reductions: Sequence[_Reduction]) -> None:
+    """Keep on servers the parameters of an optimizer, of which each replica has one."""
+    arrays, server = map(array_of, reductions[0].parameters.values()), SGD(1.0)
+    served = list(map(Variable, arrays))
+    for each in reductions:
+        each.server, each.served = server, served
+        each.pull()
+
+
+def _share(things: Sequence[Any], root: int) -> None:
+    """Give the states of one replica to all, each of which calls this."""
+    replica: Any = get_replica_context()
+    me, count = replica.replica_id_in_sync_group, replica.num_replicas_in_sync
+    if not 0 <= root < count:
+        raise ValueError(f"broadcast: root must be in [0, {count}), got {root}.")
+    mine = [plain_state(each) for each in things] if me == root else None
+    states = all_gather_object(replica.communicator, mine)[root]
+    for each, state in zip(things, states, strict=True) if me != root else ():
+        load_plain_state(each, state)
+
+
+class _States:
+    """The states of what the replicas of this process have, for elastic workers."""
+
+    def __init__(self, parts: Sequence[Sequence[Any]]) -> None:
+        self._parts = [[weakref.ref(each) for each in part] for part in parts]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of each replica; they differ in their gradients alone."""
+        return {
+            str(k): [None if (thing := each()) is None else plain_state(thing) for each in part]
+            for k, part in enumerate(self._parts)
+        }
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Set the states of the replicas; those of another worker may be fewer."""
+        for k, part in enumerate(self._parts):
+            for each, state in zip(part, states.get(str(k), states["0"]), strict=True):
+                if (thing := each()) is not None and state is not None:
+                    load_plain_state(thing, state)
+
+
+def plain_state(thing: Any) -> Any:
+    """Return the state of a module, scheduler or optimizer (with parameters) of copied arrays."""
+    state = dict(thing.state_dict())
+    if isinstance(thing, _DistributedMethods):
+        tensors = [[each, each.grad] for each in thing.reduction.parameters.values()]
+        state = {"state": state, "passes": thing.reduction.passes, "tensors": tensors}
+    return tree.map_leaves(_copied, state)
+
+
+def load_plain_state(thing: Any, state: Any) -> None:
+    """Set the state of a module, optimizer or scheduler to one of `plain_state`."""
+    state = tree.map_leaves(_uncopied, state)
+    if isinstance(thing, _DistributedMethods):
+        parameters = thing.reduction.parameters.values()
+        for parameter, (value, gradient) in zip(parameters, state["tensors"], strict=True):
+            parameter.detach().copy_(value)
+            parameter.grad = gradient
+        thing.reduction.passes, state = state["passes"], state["state"]
+    thing.load_state_dict(state)
+
+
+def _copied(leaf: Any) -> Any:
+    leaf = leaf.item() if isinstance(leaf, np.generic) else leaf  # Tensors come back as such.
+    return array_of(leaf).copy() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _uncopied(leaf: Any) -> Any:
+    return tensor_of(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
+
+
+def takes(value: Any) -> bool:
+    """Return True if a nest has a tensor, so that its collectives are those of this module."""
+    return any(isinstance(leaf, torch.Tensor) for leaf in tree.flatten(value))
+
+
+def all_reduce(op: Any, value: Any, options: CommunicationOptions | None = None) -> Any:
+    """Return tensors reduced over all replicas; gradients flow back through SUM and MEAN.
+
+    With this module imported, `ReplicaContext.all_reduce` calls it for tensors. Outside of
+    replicas it takes a step of its own, if this process has one replica.
+
+    Args:
+        op: a `ReduceOp`, or its name in any case.
+        value: a tensor or a nest of tensors, arrays and numbers, with the same shapes everywhere.
+        options: how long to wait.
+
+    >>> all_reduce("sum", torch.ones(2, requires_grad=True))
+    tensor([1., 1.], grad_fn=<_AllReduceBackward>)
+    """
+    op = ReduceOp.parse(op)
+    return _over_tensors(value, lambda tensors: _AllReduce.apply(op, options, *tensors))
+
+
+def all_gather(value: Any, axis: int = 0, options: CommunicationOptions | None = None) -> Any:
+    """Return the tensors of all replicas, concatenated in replica order; gradients flow back.
+
+    With this module imported, `ReplicaContext.all_gather` calls it for tensors.
+
+    Args:
+        value: a tensor or a nest of tensors, arrays and numbers.
+        axis: the axis along which to concatenate, and along which lengths may differ.
+        options: `CommunicationOptions`.
+
+    >>> all_gather(torch.ones(2, 1)).shape
+    torch.Size([2, 1])
+    """
+
+    def gathered(tensors: Sequence[Any]) -> Any:
+        joined = _AllGather.apply(options, *[tensor.movedim(axis, 0) for tensor in tensors])
+        return [tensor.movedim(0, axis) for tensor in joined]
+
+    return _over_tensors(value, gathered)
+
+
+def _over_tensors(value: Any, call: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
+    """Return a nest with the results of a function of its leaves, which it gets as tensors."""
+    leaves = tree.flatten(value)
+    sent = [each if takes(each) else tensor_of(as_array(each)) for each in leaves]
+    pairs = zip(leaves, call(sent), strict=True)
+    return tree.unflatten(value, [new if takes(old) else array_of(new)[()] for old, new in pairs])
+
+
+class _AllReduce(torch.autograd.Function):  # type: ignore[misc]
+    """An all-reduce, whose gradient is one."""
+
+    @staticmethod
+    def forward(ctx: Any, op: ReduceOp, options: Any, *tensors: Any) -> tuple[Any, ...]:
+        ctx.op, arrays = op, list(map(array_of, tensors))
+        reduced = in_replica(lambda replica: replica.communicator.all_reduce(op, arrays, options))
+        return tuple(map(tensor_of, reduced))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        if ctx.op not in _LINEAR:
+            raise NotImplementedError(f"all_reduce of tensors: {ctx.op.name} has no gradient here.")
+        return None, None, *_AllReduce.apply(ctx.op, None, *gradients)
+
+
+class _AllGather(torch.autograd.Function):  # type: ignore[misc]
+    """Concatenation along the first axis, whose gradient is a part of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, options: Any, *tensors: Any) -> tuple[Any, ...]:
+        ctx.lengths, arrays = list(map(len, tensors)), list(map(array_of, tensors))
+
+        def gathered(replica: ReplicaContext) -> Any:
+            sent = [np.array([ctx.lengths]), *arrays]
+            table, *joined = replica.communicator.all_gather(sent, 0, options)
+            ctx.starts = table[: replica.replica_id_in_sync_group].sum(0).tolist()
+            return joined
+
+        return tuple(map(tensor_of, in_replica(gathered)))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        totals = _AllReduce.apply(ReduceOp.SUM, None, *gradients)
+        rows = zip(totals, ctx.starts, ctx.lengths, strict=True)
+        return None, *(total.narrow(0, start, length) for total, start, length in rows)
+
+
+guests.append(sys.modules[__name__])
+
+
+def synchronize_batch_norm(module: Any) -> Any:
+    """Return a module whose layers of batch normalisation use the statistics of all replicas.
+
+    The module is changed in place; layers keep parameters and buffers. While they train, each one
+    makes an all-gather in the forward pass and an all-reduce in the backward pass.
+
+    Raises:
+        TypeError: a layer is lazy, so its parameters are not made yet.
+
+    >>> synchronize_batch_norm(torch.nn.BatchNorm1d(2))
+    BatchNormOverReplicas(2, ...)
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, torch.nn.modules.batchnorm._BatchNorm):
+            if isinstance(layer, torch.nn.modules.lazy.LazyModuleMixin):
+                raise TypeError(f"synchronize_batch_norm: layer {name!r} is lazy: run it once.")
+            layer.__class__ = BatchNormOverReplicas
+    return module
+
+
+class BatchNormOverReplicas(torch.nn.modules.batchnorm._BatchNorm):  # type: ignore[misc]
+    """Batch normalisation over all replicas, see `synchronize_batch_norm`."""
+
+    def _check_input_dim(self, _: Any) -> None: ...
+
+    def forward(self, inputs: Any) -> Any:
+        if not self.training or _strategy_of(None).num_replicas_in_sync == 1:
+            return super().forward(inputs)
+        wide = inputs if inputs.dtype in (torch.float32, torch.float64) else inputs.float()
+        axes, shape = [0, *range(2, inputs.ndim)], [1, -1] + [1] * (inputs.ndim - 2)
+        rows = inputs.numel() // inputs.shape[1]
+        mean = wide.sum(axes) / max(rows, 1)
+        variance = (wide - mean.view(shape)).square().sum(axes) / max(rows, 1)
+        sent = wide.new_full((1, 1), rows), mean[None], variance[None]
+        counts, means, variances = all_gather(sent)
+        total, share = counts.sum(), counts / counts.sum()
+        mean = (share * means).sum(0)
+        variance = (share * (variances + (means - mean).square())).sum(0)
+        if self.track_running_stats:
+            self.num_batches_tracked += 1
+            count = self.num_batches_tracked.item()
+            factor = 1 / count if self.momentum is None else self.momentum
+            unbiased = variance * total / (total - 1)
+            for old, new in (self.running_mean, mean), (self.running_var, unbiased):
+                old.lerp_(new.detach().to(old.dtype), factor)
+        result = (wide - mean.view(shape)) * torch.rsqrt(variance + self.eps).view(shape)
+        if self.weight is not None:
+            result = result * self.weight.view(shape)
+        if self.bias is not None:
+            result = result + self.bias.view(shape)
+        return result.to(inputs.dtype)
+
+
+def in_replica(call: Callable[[ReplicaContext], Any], made_in: Any = None) -> Any:
+    """Return what a function of this replica's context returns, outside in a step of its own.
+
+    That is a step of the current strategy, or, outside of any, of `made_in`.
+    """
+    frame = current_frame()
+    if frame.replica is not None:
+        return call(frame.replica)
+    strategy = _strategy_of(made_in)
+    if (count := len(strategy.devices)) > 1:
+        raise RuntimeError(
+            f"tensors were reduced outside of replicas, and this process has {count} of "
+            f"{strategy!r}: call backward() in the function that strategy.run executes."
+        )
+    results: list[Any] = []  # `run` would convert them.
+    strategy.run(lambda: results.append(call(get_replica_context())))  # type: ignore[arg-type]
+    return results[-1]
+
+
+def _strategy_of(made_in: Any) -> Any:
+    """Return the current strategy, or `made_in` outside of any; refuse if that is ambiguous."""
+    strategy: Any = get_strategy()
+    if strategy.is_default and made_in is not None:
+        strategy = made_in
+    others = strategies_of_several() if strategy.is_default else []
+    for other in others:
+        if not other._refusal:  # It is open.
+            raise RuntimeError(
+                f"this is outside the scope of {other!r}, so tensors would not be reduced: make "
+                "the optimizer in `with strategy.scope():`, or train in what strategy.run executes."
+            )
+    return strategy
+
+
+def array_of(tensor: Any) -> np.ndarray[Any, Any]:
+    """Return a tensor as an array of the same memory; it must be in host memory."""
+    if tensor.device.type != "cpu":
+        raise TypeError(
+            f"a tensor on {tensor.device} was passed, and only those in host memory are taken: "
+            "move the module with .cpu(), or use CuPy's arrays for GPUs."
+        )
+    array: np.ndarray[Any, Any] = guest_tensors.array_of(tensor)
+    return array
