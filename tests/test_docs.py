@@ -2,13 +2,15 @@
 
 A fenced block marked ``python`` is run; the blocks of one page share their names and an empty
 folder, from top to bottom. One marked ``pycon`` is a session whose output is compared, in the same
-names. Blocks with any other mark, or none, are for reading.
+names. Blocks with any other mark, or none, are for reading. ``python torch`` is run where that
+package is installed (see `make guests-test`).
 """
 
 import doctest
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +21,7 @@ import ndistribute as nd
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-_FENCE = re.compile(r"^(?P<indent> *)(?P<fence>```+)(?P<mark>\w*)[^\n]*$")
+_FENCE = re.compile(r"^(?P<indent> *)(?P<fence>```+)(?P<mark>\w*)(?P<needs>[^\n]*)$")
 _LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)(?: \"[^\"]*\")?\)")
 _LISTED = re.compile(r"^\.\. auto(?:class|function|module):: (\S+)$", re.MULTILINE)
 _HEADING = re.compile(r"^#+ +(?P<title>.+?) *#*$", re.MULTILINE)
@@ -27,25 +29,27 @@ _HEADING = re.compile(r"^#+ +(?P<title>.+?) *#*$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page: its mark, its text and the number of its first line."""
+    """A fenced block of a page: its mark, its text, the number of its first line, what it needs."""
 
     mark: str
     text: str
     line: int
+    needs: tuple[str, ...] = ()
 
 
 def blocks_of(page: str) -> list[Block]:
     """Return the fenced blocks of a page, in order."""
     found: list[Block] = []
-    opened: tuple[str, str, int] | None = None
+    opened: tuple[str, str, int, tuple[str, ...]] | None = None
     lines: list[str] = []
     for number, line in enumerate(page.splitlines(), start=1):
         match = _FENCE.match(line)
         if opened is None:
             if match:
-                opened, lines = (match["fence"], match["mark"], number + 1), []
+                needs = tuple(match["needs"].split())
+                opened, lines = (match["fence"], match["mark"], number + 1, needs), []
         elif line.strip() == opened[0]:
-            found.append(Block(opened[1], "\n".join(lines) + "\n", opened[2]))
+            found.append(Block(opened[1], "\n".join(lines) + "\n", *opened[2:]))
             opened = None
         else:
             lines.append(line)
@@ -58,7 +62,7 @@ def run_blocks(page: str, name: str) -> None:
     """Run what a page shows; an error or another output raises."""
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks_of(page):
-        if block.mark == "python":
+        if block.mark == "python" and all(map(find_spec, block.needs)):
             # Blank lines before it give the block its own line numbers in a traceback.
             code = compile("\n" * (block.line - 1) + block.text, name, "exec", dont_inherit=True)
             exec(code, names)

@@ -54,7 +54,7 @@ LAYERS = (
     {"models"},
     {"graph"},
     {"estimator"},
-    {"cli", "compat"},
+    {"cli", "compat", "interop"},
     {"__main__"},
 )
 # What a layer may not import although it lies lower: models know strategies through context alone.
@@ -69,6 +69,7 @@ OPTIONAL: dict[str, set[str]] = {
     "cloudpickle": set(),
     "distributed": set(),
     "jax": {"devices.py"},
+    "keras": set(),
     "kubernetes": set(),
     "matplotlib": set(),
     "PIL": set(),

@@ -32,6 +32,7 @@ BUDGETS = {
     "data": 2779,
     "estimator": 1470,
     "graph": 4703,
+    "interop": 412,
     "jit": 1652,
     "launcher": 1827,
     "models": 7303,
@@ -44,7 +45,7 @@ BUDGETS = {
     "variables": 1146,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 42525
+TESTS_BUDGET = 43006
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
