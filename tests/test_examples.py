@@ -21,6 +21,7 @@ DIGITS, FIT, GAN, TEXT, SWAP, RESUME, PARALLEL = (
     for name in "train_digits fit_digits gan text_classification swap_strategies resume "
     "model_parallel".split()
 )
+KERAS = "examples/keras3.py"
 SERVERS = ["examples/parameter_server.py", "--epochs", "12"]
 GRAPHS = ["examples/graph_trainer.py", "--steps", "200"]
 CLASSIC = ["tests/compat/guides/classic_trainer.py", "--steps", "200"]
@@ -160,6 +161,19 @@ def test_a_convolutional_network_trains_on_emulated_devices_of_jax() -> None:
     said = output_here("examples/tpu_strategy.py", "--devices", "2", "--epochs", "3")
     assert len(re.findall("compiled for float32.32,64.*", said)) == 1
     assert numbers_in(said, "2 device.s.: test accuracy (.*)") > (0.85,)
+
+
+def test_a_network_of_keras_trains_alike_under_every_strategy() -> None:
+    pytest.importorskip("keras")
+    plain = accuracy_here(KERAS, "none", 1, "--epochs", 3)
+    assert plain > 0.9
+    for strategy in ("mirrored", "central_storage", "parameter_server"):
+        assert accuracy_here(KERAS, strategy, 2, "--epochs", 3) == pytest.approx(plain, abs=NEAR)
+    command = [*two_processes(False), *arguments(KERAS, "multi_worker", 1, "--epochs", 3)]
+    assert numbers_in(output_of(command)[0]) == pytest.approx((plain,), abs=NEAR)
+    command = [*LAUNCHER, *"--workers 2 --ps 1 --chief".split()]
+    (said,) = output_of([*command, *arguments(KERAS, "parameter_server", 1, "--epochs", 4)])
+    assert numbers_in(said) > (0.85,)
 
 
 def test_the_demo_reaches_its_accuracy() -> None:

@@ -70,6 +70,7 @@ OPTIONAL: dict[str, set[str]] = {
     "cloudpickle": set(),
     "distributed": set(),
     "jax": {"devices.py"},
+    "keras": set(),
     "kubernetes": set(),
     "matplotlib": set(),
     "PIL": set(),

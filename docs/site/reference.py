@@ -71,8 +71,8 @@ INTERNAL = set(
     add_bias add_kernel add_update add_updates assembled build_for check_can_go_back checked
     encloses exceeds finish_step generator graph_element improved initialize_with is_judged
     last_rows local_result log_rate mark memory_space named_variables namespace nodes of_counts
-    parse penalties per_replica rate rate_at reduce_op run_step saves_after scoped set_outcome show_line
-    state_at summed sums take_logs timeout to_device unique_name walk weighted writer
+    parse penalties per_replica rate rate_at reduce_op run_step saves_after scoped set_outcome
+    show_line state_at summed sums take_logs timeout to_device unique_name walk weighted writer
     """.split()
 )
 # Modules whose names stand back behind those of others, such as `graph.Variable`.
