@@ -1,7 +1,8 @@
 """Rules for casts between dtypes and for the dtypes of computation, including bfloat16.
 
-The package ml_dtypes adds bfloat16 to NumPy, which treats it as bytes, of the kind ``"V"``. So
-NumPy's own rules allow casts from complex numbers to it, and none from it to float16.
+The package ml_dtypes adds bfloat16 to NumPy, but NumPy treats it as bytes, of the kind ``"V"``. So
+NumPy's own rules allow casts from complex numbers to bfloat16, and no cast from bfloat16 to
+float16.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def kind_of(dtype: np.dtype[Any]) -> str:
 
 
 def can_cast(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
-    """Return True if a cast loses digits or range only, but no fraction or imaginary part."""
+    """Return True if a cast keeps fractions and imaginary parts; it may lose digits or range."""
     return source == dtype or np.can_cast(standard(source), standard(dtype), "same_kind")
 
 
