@@ -35,7 +35,7 @@ def can_cast(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def computing_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype for computations and state: float32 for 16-bit floats, else the same."""
+    """Return the dtype for computations and state: float32 for 16-bit floats, others unchanged."""
     return np.dtype(np.float32) if standard(dtype).char == "e" else dtype
 
 
@@ -59,5 +59,5 @@ def native(array: Array) -> Array:
 
 
 def standard(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype whose rules in NumPy apply: float16 for bfloat16, else the same."""
+    """Return the dtype whose NumPy rules apply: float16 for bfloat16, others unchanged."""
     return _FLOAT16 if dtype.kind == "V" and dtype.name == "bfloat16" else dtype

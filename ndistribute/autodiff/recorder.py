@@ -360,7 +360,7 @@ class TapeGraph:
         return _AroundStep(self)
 
     def read_part(self, variable: Any, index: Any, value: Any) -> Any:
-        """Return ``variable[index]``, given as `value`, tracked if `read` would track the whole."""
+        """Return `value`, which is ``variable[index]``, tracked if `read` would track the whole."""
         whole = self.read(variable, value)
         if not isinstance(whole, Tracked):
             return value

@@ -33,7 +33,7 @@ class EstimatorSpec:
         eval_metric_ops: by name, the pairs of `graph.metrics`.
         export_outputs: ignored; accepted for compatibility with TensorFlow.
         training_chief_hooks: hooks of training, on the chief only.
-        training_hooks: hooks of the training.
+        training_hooks: hooks of training.
         scaffold: the `Scaffold` of training; None: the default scaffold.
         evaluation_hooks: hooks of the evaluation.
         prediction_hooks: hooks of the prediction.
@@ -151,7 +151,7 @@ class TrainSpec:
     Args:
         input_fn: the input function, see `Estimator.train`.
         max_steps: the global step at which all training ends; None: at the end of the input.
-        hooks: hooks of the training.
+        hooks: hooks of training.
         saving_listeners: listeners of its checkpoints.
     """
 

@@ -34,9 +34,9 @@ def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: E
     """Train, evaluate or serve variables, as the task of this process requires.
 
     Every task of the cluster in `TF_CONFIG` runs the same program. The chief and the workers train,
-    and the chief saves checkpoints. Parameter servers serve until the training has ended. The
-    evaluator evaluates the newest checkpoint as often as `throttle_secs` allows, until a checkpoint
-    has `max_steps`. A process without a cluster trains, and evaluates after its checkpoints.
+    and the chief saves checkpoints. Parameter servers serve until training has ended. The evaluator
+    evaluates the newest checkpoint as often as `throttle_secs` allows, until a checkpoint has
+    `max_steps`. A process without a cluster trains, and evaluates after its checkpoints.
 
     Args:
         estimator: the estimator, the same in all tasks.

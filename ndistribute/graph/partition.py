@@ -40,7 +40,7 @@ def pruned(
         definitions: all operations by name.
         fetches: names of tensors to compute.
         targets: names of operations to run.
-        feeds: names of tensors whose values are given.
+        feeds: names of tensors whose values each step gets.
 
     Raises:
         InvalidArgumentError: an operation is missing, or needs itself.
@@ -134,7 +134,7 @@ def cut(
         operations: the operations of a step.
         tasks: the task of each operation.
         fetches: names of tensors to return.
-        feeds: names of tensors whose values are given.
+        feeds: names of tensors whose values each step gets.
     """
     parts: dict[str, Part] = {}
     fed, moved = set(feeds), set()

@@ -128,7 +128,7 @@ class GraphService(TaskService):
         try:
             if isinstance(request, m.Deliver):
                 session = request.step.partition("/")[0]
-                if session in self._parts or session in self._sessions:  # Else it has ended.
+                if session in self._parts or session in self._sessions:  # Otherwise it has ended.
                     values = {key: unpack(value) for key, value in request.values.items()}
                     self.rendezvous.deliver(request.step, values)
                 return None

@@ -125,7 +125,7 @@ class Known(NamedTuple):
 
 
 def known_of(tensor: Any) -> Known:
-    """Return what is known of a tensor, and record it for the tensors from which it is computed."""
+    """Return what is known of a tensor; record it for the tensors from which it is computed."""
     if type(tensor.known) is Known:
         return tensor.known
     stack = [tensor]

@@ -100,7 +100,7 @@ class Optimizer(Explaining, Shown):
 
     Raises:
         TypeError: `rule` is not a `Rule`.
-        ValueError: a number is out of range, or more than one kind of clipping is given.
+        ValueError: a number is out of range, or more than one kind of clipping is set.
     """
 
     _uncalled = dict.fromkeys(

@@ -166,7 +166,7 @@ class PolynomialDecay(LearningRateSchedule):
 
 @dataclass(frozen=True)
 class PiecewiseConstantDecay(LearningRateSchedule):
-    """Rates that change at given steps.
+    """A rate that is constant between steps at which it changes.
 
     Args:
         boundaries: for each rate but the last, the last number of steps at which it holds.

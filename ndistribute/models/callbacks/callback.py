@@ -62,7 +62,7 @@ class Callback(Explaining):
         """Called before the first epoch."""
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Called after the last epoch; also if an exception ends the training."""
+        """Called after the last epoch; also if an exception ends training."""
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Called before each epoch, counted from 0."""

@@ -179,7 +179,7 @@ class RepeatVector(Layer):
 
 
 class Lambda(Layer):
-    """A layer that calls a function, which has no variables of its own.
+    """A layer that calls a function without variables.
 
     Args:
         function: a function of the input; a keyword `training` receives whether the model is being
@@ -503,7 +503,7 @@ class ColumnParallelDense(_ParallelDense):
         units: the length of the output's last axis, at least the number of replicas.
         activation: as for `Dense`.
         use_bias: as for `Dense`.
-        options: as for `Dense`, but for regularizers.
+        options: as for `Dense`, without regularizers.
 
     >>> ColumnParallelDense(4)(np.ones((2, 3), np.float32)).shape
     (2, 4)
@@ -531,7 +531,7 @@ class RowParallelDense(_ParallelDense):
         units: the length of the output's last axis.
         activation: as for `Dense`.
         use_bias: as for `Dense`.
-        options: as for `Dense`, but for regularizers.
+        options: as for `Dense`, without regularizers.
 
     >>> RowParallelDense(2)(np.ones((2, 3), np.float32)).shape
     (2, 2)

@@ -1,4 +1,4 @@
-"""`Layer`, a function of arrays with variables of its own.
+"""`Layer`, a function of arrays with its own variables.
 
 A layer creates its variables at its first call, from the shape of its input. It owns the variables
 and layers that its attributes hold, also in lists, tuples and dicts. A path such as

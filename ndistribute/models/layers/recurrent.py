@@ -172,7 +172,7 @@ class GRUCell(LSTMCell):
         recurrent_activation: of the gates.
         use_bias: whether to add a bias.
         reset_after: must be True: the reset gate is applied to the product with the recurrent
-            kernel, which has a bias of its own.
+            kernel, which has its own bias.
         options: as for `SimpleRNNCell`.
     """
 
