@@ -1,8 +1,8 @@
 """The context of a thread: its current strategy, replica and gradient tape.
 
-A thread has a stack of frames. The bottom one is the default (no strategy, one replica), a scope
-and a `merge_call` push a cross-replica frame, and `run` pushes a replica frame. A protocol
-describes strategies here, so the module that defines them can import this file.
+A thread has a stack of frames. The bottom frame is the default: no strategy, one replica. A scope
+and a `merge_call` push a cross-replica frame, and `run` pushes a replica frame. This file describes
+strategies by a protocol, so the module that defines them can import it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ndistribute.values import PerReplica
 
 
 class StrategyLike(Protocol):
-    """The part of a strategy that contexts use, and the methods for users of `get_strategy`."""
+    """The part of a strategy that contexts and callers of `get_strategy` use."""
 
     is_default: bool
     serial: int
@@ -103,7 +103,7 @@ class ReplicaContext:
 
     Attributes:
         strategy: the strategy that runs this replica.
-        communicator: performs the collectives, for code that builds on them.
+        communicator: the object that performs the collectives, for code that builds on them.
         device: the device on which this replica computes.
         replica_id_in_sync_group: the index of this replica among all replicas, from 0.
         num_replicas_in_sync: the number of replicas that take part in every collective.
@@ -132,12 +132,12 @@ class ReplicaContext:
 
     @property
     def rng(self) -> Any:
-        """This replica's own random generator; after `set_seed` it is the same in every run."""
+        """This replica's own random generator; after `set_seed`, all runs draw the same numbers."""
         self._frame("rng")
         return self.generator() if _thread.trace is None else _thread.trace.rng
 
     def generator(self) -> Any:
-        """Return this replica's own random generator, wherever this is called."""
+        """Return this replica's own random generator; any thread may call this."""
         replica, seed = self.replica_id_in_sync_group, _State.seed
         known, generator = self._generators.get(replica, (None, None))
         if known is not seed:
@@ -203,8 +203,8 @@ class ReplicaContext:
         Args:
             fn: called as ``fn(strategy, *args, **kwargs)``. Each leaf of its arguments is a
                 `PerReplica` of the replicas' leaves. An object that all replicas of this process
-                pass, such as a variable, is passed unchanged; not so a number, or an array of an
-                only replica.
+                pass, such as a variable, is passed unchanged. Numbers, and arrays of a single
+                replica, always become a `PerReplica`.
             args: this replica's positional arguments.
             kwargs: this replica's keyword arguments.
 
@@ -234,7 +234,7 @@ class ReplicaContext:
         if frame.replica is self:
             return frame
         if frame.replica is None and get_replica_context() is self:
-            if method != "rng":  # Data may be made on any thread.
+            if method != "rng":  # Any thread may prepare data.
                 refuse_beside_a_step(method)
             return frame
         if frame.merging:
@@ -257,7 +257,7 @@ class ReplicaContext:
 
 
 def part_of(length: int, rank: Any, count: int) -> Any:
-    """Return the index of a replica's part of an axis; in a compiled step, of equal parts."""
+    """Return the index of a replica's part of an axis; a compiled step needs equal parts."""
     if not hasattr(rank, "on_device"):
         return slice(length * rank // count, length * (rank + 1) // count)
     part = rank * (length // count) + np.arange(length // count)
@@ -301,7 +301,7 @@ def entered(frame: Frame) -> Iterator[Frame]:
 
 
 def frame_stack() -> list[Frame]:
-    """Return this thread's stack of frames, for callers for which `entered` is too slow."""
+    """Return this thread's stack of frames, for callers that find `entered` too slow."""
     return _thread.frames
 
 
@@ -316,12 +316,12 @@ def register_default_strategy(strategy: StrategyLike) -> None:
 
 
 def register_strategy_of_several(strategy: StrategyLike) -> None:
-    """Record a strategy, during whose steps other threads belong to no replica."""
+    """Record a strategy; during its steps, other threads belong to no replica."""
     _of_several.add(weakref.ref(strategy, _of_several.discard))
 
 
 def strategies_of_several() -> list[Any]:
-    """Return the strategies of several replicas; other threads may add some meanwhile."""
+    """Return the strategies of several replicas; other threads may add more meanwhile."""
     # `copy` is atomic; building a tuple is not: the garbage collector may run and remove members.
     return [strategy for known in _of_several.copy() if (strategy := known()) is not None]
 
@@ -419,7 +419,7 @@ def set_strategy(strategy: StrategyLike | None) -> None:
 
 
 def set_seed(seed: int) -> None:
-    """Seed the random generators of all replicas, ``ReplicaContext.rng``, and reset them.
+    """Seed and reset the random generators of all replicas, ``ReplicaContext.rng``.
 
     Args:
         seed: an integer, 0 or more. Each replica's generator is seeded by it and the replica's id.
@@ -440,19 +440,19 @@ def current_seed() -> np.random.SeedSequence:
 
 
 def restore_seed(entropy: int, children: int) -> None:
-    """Set the seed to one with an entropy, of which a number of seeds were derived."""
+    """Restore a seed from its entropy and the number of seeds that were derived from it."""
     _State.seed = np.random.SeedSequence(entropy, n_children_spawned=children)
 
 
 def join_leaf(column: Sequence[Any]) -> Any:
-    """Return None or a variable if it is the leaf of all replicas, otherwise a `PerReplica`."""
+    """Return the leaf if it is None or a variable on all replicas, otherwise a `PerReplica`."""
     first = column[0]
     shared = first is None or getattr(first, "is_distributed_variable", False)
     return first if shared and all(item is first for item in column) else PerReplica(column)
 
 
 def _shared_or_joined(column: Sequence[Any]) -> Any:
-    """Return the object that is the leaf of all replicas, otherwise a `PerReplica`.
+    """Return the leaf if all replicas have the same object, otherwise a `PerReplica`.
 
     Equal numbers may be one object by chance, so they are joined.
     """

@@ -1,7 +1,8 @@
 """Rules for casts between dtypes and for the dtypes of computation, including bfloat16.
 
-The package ml_dtypes adds bfloat16 to NumPy, which treats it as bytes, of the kind ``"V"``. So
-NumPy's own rules allow casts from complex numbers to it, and none from it to float16.
+The package ml_dtypes adds bfloat16 to NumPy, but NumPy treats it as bytes, of the kind ``"V"``. So
+NumPy's own rules allow casts from complex numbers to bfloat16, and no cast from bfloat16 to
+float16.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ def kind_of(dtype: np.dtype[Any]) -> str:
 
 
 def can_cast(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
-    """Return True if a cast loses digits or range only, but no fraction or imaginary part."""
+    """Return True if a cast keeps fractions and imaginary parts; it may lose digits or range."""
     return source == dtype or np.can_cast(standard(source), standard(dtype), "same_kind")
 
 
 @functools.lru_cache(maxsize=64)
 def computing_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype for computations and state: float32 for 16-bit floats, else the same."""
+    """Return the dtype for computations and state: float32 for 16-bit floats, others unchanged."""
     return np.dtype(np.float32) if standard(dtype).char == "e" else dtype
 
 
@@ -58,5 +59,5 @@ def native(array: Array) -> Array:
 
 
 def standard(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype whose rules in NumPy apply: float16 for bfloat16, else the same."""
+    """Return the dtype whose NumPy rules apply: float16 for bfloat16, others unchanged."""
     return _FLOAT16 if dtype.kind == "V" and dtype.name == "bfloat16" else dtype

@@ -15,11 +15,12 @@ class DistributeError(RuntimeError):
     """A failure that this package detected; the base class of all its exceptions.
 
     Args:
-        message: what failed, what was expected and what to do; programs of TensorFlow pass a node
+        message: what failed, what was expected and what to do. Programs of TensorFlow pass a node
             and an operation, or None, before it.
         rank: the index of the replica or worker that the message is about, from 0; None if unknown.
-        op: the collective call that failed, for example ``"all_reduce SUM"``; None if it is none.
-        sequence: the number of that call, counted from 1 in each step; None if it is none.
+        op: the collective call that failed, for example ``"all_reduce SUM"``; None for other
+            failures.
+        sequence: the number of that call, counted from 1 in each step; None for other failures.
 
     >>> error = CollectiveMismatchError("shapes differ", rank=1, op="all_reduce", sequence=3)
     >>> isinstance(error, ValueError), error.rank, error.sequence
@@ -55,7 +56,7 @@ class CollectiveTimeoutError(DistributeError, TimeoutError):
 
 
 class WorkerLostError(DistributeError, ConnectionError):
-    """The failure of another replica, worker or server, because of which this one cannot continue.
+    """The failure of another replica, worker or server, without which this one cannot continue.
 
     The ``__cause__`` is the failure itself, if it is known.
     """
@@ -84,12 +85,13 @@ class TracingError(DistributeError, TypeError):
 
 
 class OperationError(DistributeError):
-    """The failure of an operation of a graph program, and with it of the whole step.
+    """The failure of an operation of a graph program, which fails the whole step.
 
     Args:
         message: see `DistributeError`.
-        op: the name of the operation; None if it is no single one.
-        task: the task in which it failed, such as ``"/job:ps/task:0"``; None if there is one only.
+        op: the name of the operation; None if the failure is not of a single operation.
+        task: the task in which it failed, such as ``"/job:ps/task:0"``; None if there is only one
+            task.
     """
 
     def __init__(self, *message: Any, op: Any = None, task: str | None = None) -> None:
@@ -110,7 +112,7 @@ class FailedPreconditionError(OperationError):
 
 
 class NotFoundError(OperationError, LookupError):
-    """A tensor, file or variable that is not there."""
+    """A tensor, file or variable that does not exist."""
 
     error_code = 5
 
@@ -128,13 +130,13 @@ class CancelledError(OperationError):
 
 
 class AbortedError(OperationError):
-    """A step that a task gave up, because it was restarted; a new session can go on."""
+    """A step that a restarted task cannot continue; a new session can."""
 
     error_code = 10
 
 
 class UnavailableError(OperationError, WorkerLostError):
-    """A task that cannot be reached; a new session can go on once it is back."""
+    """A task that cannot be reached; a new session can continue once the task is back."""
 
     error_code = 14
 

@@ -1,8 +1,9 @@
 """Event files, which TensorBoard displays: scalars, histograms and images by step, and graphs.
 
 A file is a sequence of records, each framed by its length and checksums, with a message in the wire
-format of Protocol Buffers. Both are written by hand, since they need two kinds of fields and one
-table. A record is in the file when a method returns; a process that is killed leaves whole records.
+format of Protocol Buffers. This file encodes both itself, because they need only two kinds of
+fields and one table. A record is in the file when a method returns, so a killed process leaves
+whole records.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, Self
 
 import numpy as np
 
-_POLYNOMIAL = 0x82F63B78  # Of Castagnoli, with its bits reversed.
+_POLYNOMIAL = 0x82F63B78  # The polynomial of Castagnoli, with its bits reversed.
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # The wire types of fields.
 _BINS = 30
 _STRINGS = 7  # The kind of a tensor of strings.
@@ -56,7 +57,7 @@ class EventFile:
         self.add(b"".join(scalar(tag, value) for tag, value in values.items()), step)
 
     def add(self, summary: bytes, step: int) -> None:
-        """Write what `scalar`, `histogram` and `image` return, joined."""
+        """Write the joined results of `scalar`, `histogram` and `image`."""
         self._write(_text(5, summary), step)
 
     def graph(self, operations: Iterable[tuple[str, str, Sequence[str], str]]) -> None:
@@ -88,7 +89,7 @@ class EventFile:
 
 
 def read_scalars(directory: str | os.PathLike[str]) -> dict[int, dict[str, float]]:
-    """Return the numbers in the event files of a directory, by step and tag; the last ones count.
+    """Return the numbers in a directory's event files, by step and tag; the last number counts.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -124,7 +125,8 @@ def histogram(tag: str, values: Any) -> bytes:
     if not flat.size:
         return b""
     low, high = flat.min(), flat.max()
-    # The bins of values that hardly differ, or not at all, are as wide as numbers can tell apart.
+    # If the values hardly differ, or not at all, the bins have the smallest width that floats can
+    # represent.
     least = 2 * _BINS * np.spacing(max(abs(low), abs(high)))
     margin = 0.0 if high - low > least else max(0.5, least)
     counts, edges = np.histogram(flat, _BINS, (low - margin, high + margin))
@@ -162,7 +164,7 @@ def crc32c(data: bytes) -> int:
 
 
 def masked_crc32c(data: bytes) -> int:
-    """Return the checksum of a record's part: data that contain their CRC have a weak CRC."""
+    """Return the masked checksum of a part of a record; data with their CRC have a weak CRC."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -171,7 +173,7 @@ def png(pixels: Any) -> bytes:
     """Return a PNG file of an array of bytes, ``(height, width, channels)``.
 
     Raises:
-        ValueError: there are not 1, 3 or 4 channels, or the values are no bytes.
+        ValueError: the number of channels is not 1, 3 or 4, or the values are not bytes.
     """
     kinds = {1: 0, 3: 2, 4: 6}  # Grey, colours, colours with transparency.
     if pixels.ndim != 3 or pixels.dtype != np.uint8 or pixels.shape[2] not in kinds:
@@ -244,7 +246,7 @@ def _double(field: int, value: float) -> bytes:
 
 
 def _float(field: int, value: float) -> bytes:
-    # NumPy turns what float32 cannot hold into infinity; `struct` raises.
+    # NumPy turns a number that is too large for float32 into infinity; `struct` raises.
     with np.errstate(over="ignore"):
         return _key(field, _FIXED32) + np.array(value, "<f4").tobytes()
 

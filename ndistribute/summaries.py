@@ -1,7 +1,8 @@
-"""What a loop of a program writes for TensorBoard: `ndistribute.summary`, as `tf.summary`.
+"""Summaries that a program's own loop writes for TensorBoard: `ndistribute.summary`.
 
-Of the replicas, the first one writes. Outside replicas each worker writes to its own file: pass the
-chief alone a writer, or each worker a folder.
+The names are those of `tf.summary`. Inside `run`, only the first replica writes. Outside replicas,
+each worker writes to its own file: create a writer on the chief only, or give each worker its own
+folder.
 
 >>> import tempfile
 >>> with tempfile.TemporaryDirectory() as folder:
@@ -54,7 +55,7 @@ class SummaryFile(EventFile):
 
     @contextlib.contextmanager
     def as_default(self, step: Any = None) -> Iterator[SummaryFile]:
-        """Return a context manager in which summaries go to this file."""
+        """Return a context manager; summaries in its block go to this file."""
         before = vars(_defaults).copy()
         self.set_as_default(step)
         try:
@@ -64,7 +65,7 @@ class SummaryFile(EventFile):
             vars(_defaults).update(before)
 
     def set_as_default(self, step: Any = None) -> None:
-        """Let summaries go to this file from now on."""
+        """Send the summaries of this thread to this file from now on."""
         _defaults.writer = self
         if step is not None:
             _defaults.step = step
@@ -79,7 +80,7 @@ create_file_writer = SummaryFile
 
 
 def should_record_summaries() -> bool:
-    """Return whether summaries are written now: of the replicas, the first one writes."""
+    """Return whether summaries are written now; among replicas, only the first one writes."""
     replica = get_replica_context()
     if replica is not None and replica.replica_id_in_sync_group:
         return False
@@ -89,7 +90,7 @@ def should_record_summaries() -> bool:
 
 @contextlib.contextmanager
 def record_if(condition: Any) -> Iterator[None]:
-    """Return a context manager in which summaries are written only if a condition holds."""
+    """Return a context manager; its block writes summaries only if a condition holds."""
     before, _defaults.records = _defaults.records, condition
     try:
         yield
@@ -98,7 +99,7 @@ def record_if(condition: Any) -> Iterator[None]:
 
 
 def flush(writer: Any = None) -> None:
-    """Do nothing: what was written is in the file."""
+    """Do nothing: every summary is in the file as soon as it is written."""
 
 
 def _writing(make: Callable[..., bytes]) -> Callable[..., bool]:

@@ -1,4 +1,4 @@
-"""Traces: a record of what each process does when.
+"""Traces: a record of what each process does, and when.
 
 If ``NDISTRIBUTE_TRACE`` names a directory when the package is imported, each process writes a trace
 there, which Chrome (``chrome://tracing``) and Perfetto display. `ndistribute.trace_report` merges
@@ -65,7 +65,7 @@ class Recorder:
         self.start_over()
 
     def start_over(self) -> None:
-        """Drop the events and the file, which belong to the parent in a forked child."""
+        """Drop the events and the file; in a forked child, they belong to the parent."""
         self._lock = threading.RLock()
         if self._file is not None:
             self._file.close()  # It is unbuffered, so nothing is written twice.
@@ -122,9 +122,9 @@ class Recorder:
                     os.pwrite(self._file.fileno(), text, len(_NOW))
 
     def identify(self, name: str, names: Sequence[str], settles: bool = False) -> None:
-        """Set the name of this process and those of all; events from before stay in their file.
+        """Set the names of this process and of all processes; earlier events stay in their file.
 
-        A call that `settles` the name is the last one that counts.
+        After a call that `settles` the name, later calls have no effect.
         """
         if self._is_settled:
             return
@@ -156,7 +156,7 @@ class Recorder:
                 self._file = None
 
     def _write(self) -> None:
-        # Other threads append meanwhile: take the present events only.
+        # Other threads append meanwhile, so take only the events that are there now.
         events = self._events[: len(self._events)]
         del self._events[: len(events)]
         self._flushed = time.monotonic_ns()
@@ -292,7 +292,8 @@ def span(name: str, title: str = "") -> AbstractContextManager[None]:
     """Return a context manager that records the duration of its block, if tracing is enabled.
 
     Args:
-        name: one of ``input compute pull push pack wait reduce update``, or another word.
+        name: ``input``, ``compute``, ``pull``, ``push``, ``pack``, ``wait``, ``reduce``,
+            ``update``, or another word.
         title: the call that the block belongs to, such as ``all_reduce #12``. Calls of several
             ranks with the same title are treated as one collective.
 
@@ -361,18 +362,19 @@ def enabled() -> bool:
 
 
 def identify(name: str, names: Sequence[str], settles: bool = False) -> None:
-    """Set the name of this process, such as ``"rank 0"`` or ``"ps:1"``, and those of all.
+    """Set the names of this process, such as ``"rank 0"`` or ``"ps:1"``, and of all processes.
 
-    A call that `settles` the name, which then does not follow the rank, is the last that counts.
+    After a call that `settles` the name, later calls have no effect, so the name no longer follows
+    the rank.
     """
     if _recorder is not None:
         _recorder.identify(name, names, settles)
 
 
 def totals() -> dict[str, float]:
-    """Return the seconds that this process spent in spans of each name, of all threads together.
+    """Return the seconds that all threads of this process spent in spans of each name.
 
-    Time in a nested span counts for that one only. Without tracing there is none.
+    Time in a nested span counts for the nested span only. Without tracing, the result is empty.
     """
     return {} if _recorder is None else _recorder.totals()
 

@@ -15,7 +15,7 @@ import numpy as np
 
 
 class Shown:
-    """The base class of objects that are shown with their public attributes that are plain values.
+    """The base class of objects whose ``repr`` shows their public attributes with plain values.
 
     >>> import ndistribute as nd
     >>> nd.optimizers.SGD(0.1, momentum=0.9, clipnorm=1.0, name="sgd")
@@ -26,7 +26,7 @@ class Shown:
      BinaryAccuracy(name='binary_accuracy', threshold=0.5))
     """
 
-    _parameters: dict[str, Any]  # Shown besides, if there are any.
+    _parameters: dict[str, Any]  # Also shown, if there are any.
 
     def __repr__(self) -> str:
         told = vars(self) | vars(self).get("_parameters", {})

@@ -1,8 +1,8 @@
-"""Gradients of the collectives; computing them involves collectives.
+"""Gradients of the collectives, which are computed by further collectives.
 
-A call becomes one entry of the graph, however many arrays its nest has, so that the backward pass
-makes the same calls on every replica, in the same order. A replica sends zeros as the gradient of
-an unused result. If its target does not depend on the call at all, it makes no backward call.
+Each call becomes one entry of the graph, even if its nest has several arrays. So the backward pass
+makes the same calls in the same order on every replica. A replica sends zeros as the gradient of an
+unused result. A replica whose target does not depend on the call at all makes no backward call.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def all_reduce(graph: Any, communicator: Any, op: Any, value: Any, options: Any)
         is_product = op is ReduceOp.PROD
 
         def backward(gradients: Arrays) -> Arrays:
-            # A replica needs no other one's array: it learns how many have a zero, or the extreme.
+            # A replica does not need the other arrays, only how many of them have a zero or the
+            # extreme.
             both = zip(inputs, results, strict=True)
             marks = [np.equal(x, 0 if is_product else y) for x, y in both]
             as_gradients = [mark.astype(g.dtype) for mark, g in zip(marks, gradients, strict=True)]
@@ -67,7 +68,7 @@ def all_gather(graph: Any, communicator: Any, value: Any, axis: int, options: An
 
         def backward(gradients: Arrays) -> Arrays:
             # Each replica has a gradient for all parts; this one needs the sum for its own part.
-            if current_trace() is not None:  # Where all parts are equally long.
+            if current_trace() is not None:  # This holds if all parts are equally long.
                 totals = all_reduce(graph, communicator, ReduceOp.SUM, gradients, options)
                 firsts = [communicator.rank * length for length in lengths]
                 return [
@@ -109,7 +110,7 @@ def _recorded(
         return backward([make() if g is None else g for g, make in pairs])
 
     def again() -> Backward:
-        if op is ReduceOp.PROD:  # All others are linear almost everywhere.
+        if op is ReduceOp.PROD:  # All other operations are linear almost everywhere.
             raise NotImplementedError("it computes a product")
         return joint
 

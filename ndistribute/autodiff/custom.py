@@ -1,9 +1,9 @@
-"""Operations that bring their own derivative: `custom_gradient`, and softmax and its relatives.
+"""Operations with their own derivative: `custom_gradient`, `softmax`, `log_softmax`, `logsumexp`.
 
-They serve fused operations, which save passes over memory, and functions without a rule. The tape
-records a call as one entry, like a NumPy function, with gradients for tracked arguments only.
-SciPy's functions of the names below convert their argument to a plain NumPy array, which has no
-gradient; these accept plain, tracked and GPU arrays.
+Use them for fused operations, which save passes over memory, and for functions without a derivative
+rule. The tape records a call as one entry, like a NumPy function, with gradients for tracked
+arguments only. SciPy's functions of the same names convert their argument to a plain NumPy array,
+so the gradient is lost. The functions of this file accept plain, tracked and GPU arrays.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ Axis = int | tuple[int, ...] | None
 
 
 def custom_gradient(function: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
-    """Return a differentiable function for a function that returns its own derivative.
+    """Return a differentiable function, made from a function that returns its own derivative.
 
     Args:
-        function: takes raw arrays by position, and any values by keyword, and returns the result
-            and its derivative. The result is an array, or a tuple or list of arrays. The derivative
-            is a function from the result's gradient (for several results, a list of gradients, None
-            for unused ones) to a sequence with the gradient of each positional argument, or None.
-            For a single result it may also be a sequence of functions from the result's gradient,
-            one for each positional argument; only those for tracked arguments are called. A
-            gradient has the shape of its argument, and is cast to its dtype; `IndexedSlices` are
-            allowed for a source. A derivative must not write to the gradient that it receives.
+        function: takes raw arrays by position and any values by keyword, and returns a result and
+            its derivative. The result is an array, or a tuple or list of arrays. The derivative is
+            a function. It takes the gradient of the result; for several results, it takes a list of
+            gradients, with None for each unused result. It returns a sequence with the gradient of
+            each positional argument, or None. For a single result, the derivative may also be a
+            sequence of such functions, one for each positional argument; only those of tracked
+            arguments are called. A gradient must have the shape of its argument; it is cast to the
+            argument's dtype. `IndexedSlices` are allowed for a source. A derivative must not write
+            to the gradient that it receives.
 
     Returns:
         A function that accepts variables, tracked arrays and plain arrays.
@@ -60,8 +61,8 @@ def custom_gradient(function: Callable[..., tuple[Any, Any]]) -> Callable[..., A
 def fused(composition: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator like `custom_gradient`, for an operation that writes to its buffers.
 
-    Its second derivatives are those of a composition of NumPy functions, which takes the same
-    arguments and returns the same result, or the first of several.
+    The second derivatives come from a composition of NumPy functions. It takes the same arguments,
+    and returns the same result, or the first of several.
     """
     return lambda function: _custom(function, composition)
 
@@ -108,7 +109,7 @@ def _custom(function: Any, composition: Callable[..., Any] | None) -> Callable[.
 
 
 def _check_repeated(result: Any, repeated: Any) -> None:
-    """Raise a TypeError if a function that runs again returns another result, but for rounding."""
+    """Raise a TypeError if a function's second call returns another result, except for rounding."""
     for first, again in zip(tree.flatten(result), tree.flatten(repeated), strict=True):
         bound = 10 ** (-1.25 * first.real.itemsize)  # Threads of BLAS may add in another order.
         equal = np.allclose(as_array(again), first, bound, bound, equal_nan=True)
@@ -139,7 +140,7 @@ def _rules(
 
 
 def _composed(graph: Any, made: Any, parents: Sequence[int], several: bool, g: Any) -> list[Any]:
-    """Return the gradients of a composition, of which each operation is recorded."""
+    """Return the gradients of a composition, whose operations are each recorded."""
     start, nested, graph.nested = len(graph.entries), graph.nested, True
     try:
         result = made()

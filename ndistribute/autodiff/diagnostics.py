@@ -1,8 +1,8 @@
 """Errors that name the user's line: lost gradients and missing rules.
 
-A tape detects a mistake inside NumPy or deeper, so the message names the innermost frame that
-belongs neither to this package nor to an installed one. Frames are searched only when a message
-is needed.
+A tape detects a mistake inside NumPy or deeper. So the message names the innermost frame that
+belongs neither to this package nor to an installed one. Frames are searched only when a message is
+needed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def user_line() -> str:
 
 
 def called(function: Any, arguments: str = "") -> str:
-    """Return a function's name, what it is called with, and the user's line that calls it."""
+    """Return a function's name, its arguments, and the user's line that calls it."""
     return f"{name_of(function)}{arguments} at {user_line()}"
 
 
@@ -56,7 +56,7 @@ def missing(function: Any, why: str = "") -> Callable[[Any], NoReturn]:
 
 
 def refusing(function: Any, why: str) -> Callable[[Any], NoReturn]:
-    """Return the rule of a gradient that has no gradient: it raises a `TypeError` that says why."""
+    """Return a rule for a gradient without a gradient: it raises a `TypeError` that says why."""
     name = "an operation" if function is None else name_of(function)
     error = f"second derivatives of {name} are not available: {why.rstrip('.')}."
 

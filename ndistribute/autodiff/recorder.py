@@ -79,8 +79,8 @@ def backpropagate(
 def tracked_pass(graph: Any, seeds: Mapping[int, Any], sources: set[Any], spans: Spans) -> Any:
     """Return what `backpropagate` returns, computed with tracked arrays, so that tapes record it.
 
-    The rules are made again, from tracked arguments and results. Where that is not possible, the
-    gradients are constants whose own gradient is refused.
+    It makes the rules again from tracked arguments and results. Where that is impossible, the
+    gradients are constants, and differentiating them raises an error.
     """
     entries = list(graph.entries)
     walk = _Pass(entries, seeds, sources - {None}, spans)
@@ -260,7 +260,7 @@ class _Pass:
 
 
 def finished(gradient: Any) -> Any:
-    """Return what a rule gave as the gradient of a source: an array or rows."""
+    """Return a rule's result as the gradient of a source: an array or rows."""
     if type(gradient) is SparseGradient:
         return gradient.to_slices() if gradient.is_rows else gradient.to_dense()
     return np.asarray(gradient) if isinstance(gradient, np.generic) else gradient
@@ -297,11 +297,11 @@ class TapeGraph:
         # For entries of nested tapes: the function, and what returns rules of tracked arrays.
         self.again: dict[int, tuple[Any, Callable[[], Any]]] = {}
         self.has_rows = False  # Whether the last tracked gradients were rows, before made whole.
-        self.lock: Any = None  # Of the threads that append to it, if there are several.
+        self.lock: Any = None  # For the threads that append to it, if there are several.
         self._frame = frame
         self._open = 0
         self._recording: list[Any] = []
-        # What the frame gets back when no tape records.
+        # The recorder that the frame gets back when no tape records.
         self._outer = frame.recorder
 
     @property
@@ -324,7 +324,7 @@ class TapeGraph:
         return tracked
 
     def record_many(self, values: Any, parents: tuple[int, ...], joint: Callable[..., Any]) -> Any:
-        """Append an operation with a nest of results, and return them tracked, but for integers.
+        """Append an operation with a nest of results; return them tracked, except for integers.
 
         `joint` takes one gradient for each result, None for an unused one, and returns one for each
         parent.
@@ -360,7 +360,7 @@ class TapeGraph:
         return _AroundStep(self)
 
     def read_part(self, variable: Any, index: Any, value: Any) -> Any:
-        """Return ``variable[index]``, given as `value`, tracked if `read` would track the whole."""
+        """Return `value`, which is ``variable[index]``, tracked if `read` would track the whole."""
         whole = self.read(variable, value)
         if not isinstance(whole, Tracked):
             return value
@@ -409,7 +409,7 @@ class TapeGraph:
 
 
 class _AroundStep(TapeGraph):
-    """The recorder of a step inside an open tape: it records nothing, and refuses lost reads."""
+    """The recorder of a step inside an open tape; it raises if a read would lose its gradient."""
 
     __slots__ = ("_around",)
 

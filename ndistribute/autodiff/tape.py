@@ -30,16 +30,16 @@ Gradients = Any  # a nest of arrays, IndexedSlices and None
 class GradientTape:
     """A tape that records NumPy code, and computes gradients through it.
 
-    Inside the ``with`` block it records the NumPy functions, operators and array methods that use
+    Inside the ``with`` block, it records the NumPy functions, operators and array methods that use
     variables or watched arrays. Several tapes may be open at once; each uses the operations that
-    were recorded while it was open. What `gradient` computes while another tape records is
-    recorded too, so that tape has second derivatives: nest the tapes, and open the outer one first.
+    were recorded while it was open. For second derivatives, nest two tapes and open the outer tape
+    first: it records the computation of the inner tape's `gradient`.
 
     Args:
-        persistent: whether `gradient` may be called more than once. The tape then keeps the
-            recorded arrays in memory as long as it exists.
-        watch_accessed_variables: whether the tape watches every trainable variable that is read;
-            otherwise call `watch`.
+        persistent: whether you may call `gradient` more than once. The tape then keeps the recorded
+            arrays in memory as long as it exists.
+        watch_accessed_variables: whether the tape watches every trainable variable that the block
+            reads. If False, call `watch`.
 
     >>> import numpy as np
     >>> with GradientTape() as tape:
@@ -73,7 +73,7 @@ class GradientTape:
         self._close()
 
     def watch(self, value: Any) -> Any:
-        """Return tracked arrays, which can be sources of `gradient`; watch variables.
+        """Watch arrays and variables; return the arrays as tracked arrays, for use with `gradient`.
 
         Args:
             value: a nest of arrays, numbers or variables of floating or complex dtypes.
@@ -180,8 +180,8 @@ class GradientTape:
     def jacobian(self, target: Any, sources: Any, unconnected_gradients: str = "none") -> Gradients:
         """Return the derivative of each element of a target by each element of the sources.
 
-        It takes a backward pass for each element of the target. Its arguments are those of
-        `gradient`, with one array or variable as the target.
+        This makes a backward pass for each element of the target. The arguments are those of
+        `gradient`, but the target is one array or variable.
 
         Returns:
             The structure of `sources`, with arrays of shape ``target.shape + source.shape``.
@@ -198,10 +198,10 @@ class GradientTape:
     def batch_jacobian(
         self, target: Any, source: Any, unconnected_gradients: str = "none"
     ) -> Gradients:
-        """Return the Jacobian of each example of a batch, of which others do not depend on it.
+        """Return the Jacobian of each example of a batch whose examples are independent.
 
-        It takes a backward pass for each element of one example. The first axis of the target and
-        of the source is the batch, of which a ValueError says so if it differs.
+        This makes a backward pass for each element of one example. The first axis of target and
+        source is the batch; a ValueError is raised if its length differs.
 
         Returns:
             An array of shape ``(batch, *target.shape[1:], *source.shape[1:])``.
@@ -330,15 +330,15 @@ class GradientTape:
 def vjp(
     function: Callable[[Any], Any], arguments: Sequence[Any], nested: bool = False
 ) -> tuple[Any, Pullback]:
-    """Return a function's result, and what computes the gradients of its arguments.
+    """Return a function's result, and a `Pullback` that computes the gradients of its arguments.
 
-    It records what a tape would record that watches these arguments and nothing else, whatever
-    else records, and takes a third of a tape's time. In the function of a nested `vjp`, the result
-    and the gradients are tracked by that one.
+    It differentiates like a tape that watches only these arguments, in a third of a tape's time.
+    Tapes that are open outside have no effect on it. Inside the function of another `vjp`, that
+    `vjp` tracks the result and the gradients.
 
     Args:
         function: takes the list of arguments, and returns an array or a sequence of arrays.
-        arguments: arrays, numbers and other values; those of floating dtypes have gradients.
+        arguments: arrays, numbers and other values; only values of floating dtypes have gradients.
         nested: whether the gradients can be differentiated: see `Pullback.recorded`.
 
     >>> result, pullback = vjp(lambda xs: xs[0] * xs[1], [np.array(3.0), np.array(4.0)])
@@ -364,7 +364,7 @@ def vjp(
 
 
 class Pullback:
-    """The way from the gradients of the results of `vjp` to those of its arguments."""
+    """A function from the gradients of the results of `vjp` to the gradients of its arguments."""
 
     def __init__(self, graph: TapeGraph, arguments: list[Any], result: Any, spans: Spans) -> None:
         self._graph, self._arguments, self._spans = graph, arguments, spans
@@ -375,18 +375,18 @@ class Pullback:
             return
         if isinstance(result, Tracked) and result.index == len(leaves):
             parents, rules = last
-            if len(set(parents)) == len(parents):  # Most are like this, and need no pass.
+            if len(set(parents)) == len(parents):  # Most functions are like this, and need no pass.
                 self._rules = dict(zip(parents, rules, strict=True))
 
     def __call__(
         self, gradients: Sequence[Any], positions: Sequence[int], again: bool = False
     ) -> list[Any]:
-        """Return the gradients of some arguments, zeros where there are none.
+        """Return the gradients of some arguments; zeros for an argument without influence.
 
         Args:
-            gradients: those of all results, None for a result without.
-            positions: of the arguments.
-            again: whether to be called again, for which it keeps arrays.
+            gradients: the gradients of all results; None for a result without a gradient.
+            positions: the positions of these arguments.
+            again: whether it will be called again; it then keeps its arrays.
         """
         seeds: dict[int, Any] = {}
         for target, gradient in zip(self._results, gradients, strict=True):
@@ -407,9 +407,10 @@ class Pullback:
     def recorded(
         self, gradients: Sequence[Any], positions: Sequence[int]
     ) -> tuple[list[Any], Pullback]:
-        """Return the gradients of some arguments, and what computes their own gradients.
+        """Return the gradients of some arguments, and a pullback for their own gradients.
 
-        That one's arguments are the gradients that are not None, and the arguments of this one.
+        The arguments of the new pullback are the gradients that are not None, and the arguments of
+        this one.
         """
         frame, graph = current_frame(), self._graph
         outer, frame.recorder = frame.recorder, graph
@@ -421,7 +422,7 @@ class Pullback:
         finally:
             frame.recorder = outer
         arguments = [*(g for g in upstream if g is not None), *self._arguments]
-        # Rows stay rows, so that who uses them computes the same whether or not this is recorded.
+        # Rows stay rows, so their user computes the same whether or not this is recorded.
         plain = self(gradients, positions, again=True) if has_rows else untrack(tracked)
         return tracked if outer is graph else plain, Pullback(graph, arguments, tracked, spans)
 
@@ -484,7 +485,7 @@ def _is_variable(value: Any) -> bool:
 def _seed(value: Any, gradient: Any, copied: bool = True) -> Any:
     """Return the gradient of a target, in its shape and dtype; ones if the user passed none.
 
-    Rules may keep it: it is a copy, if the user may change theirs.
+    Rules may keep it, so it is a copy if the user could change the original.
     """
     if gradient is None:
         return type(value)(1) if isinstance(value, np.generic) else np.ones_like(value)

@@ -3,9 +3,9 @@
 A `Tracked` replaces a raw array inside a tape, and has the methods of ``numpy.ndarray``. Operators
 and functions compute with raw values and record their rules in the recorder of the thread's frame:
 `unary` and `binary` for operators and plain ufunc calls, `apply` for all others. A tracked array of
-a graph that no longer records is a constant; one of a graph that records in another frame is an
-error, and so is a conversion to a plain array while its tape records, because the gradient would be
-lost. A call without a rule raises only if its gradient is needed.
+a graph that no longer records is a constant. Two uses raise an error, because the gradient would be
+lost: a tracked array whose graph records in another frame, and a conversion to a plain array while
+its tape records. A call without a rule raises only if its gradient is needed.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _UFUNCS = 512
 class Tracked(ArrayMethods):
     """An array whose operations a gradient tape records.
 
-    `GradientTape.watch`, reading a variable inside a tape, and operations on tracked arrays return
-    it; `untrack` returns its raw array.
+    You get one from `GradientTape.watch`, by reading a variable inside a tape, or from an operation
+    on tracked arrays. `untrack` returns its raw array.
 
     >>> from ndistribute.autodiff import GradientTape
     >>> with GradientTape() as tape:
@@ -65,7 +65,7 @@ class Tracked(ArrayMethods):
 
     __slots__ = ("graph", "index", "value")
     __array_priority__ = 1000.0
-    base = None  # It is not written to, so it need not be copied.
+    base = None  # Nothing writes to it, so it need not be copied.
 
     def __init__(self, value: Any, graph: Any, index: int) -> None:
         self.value = value
@@ -115,7 +115,7 @@ class Tracked(ArrayMethods):
         return np.array(to_host(self.value))
 
     def placed(self, *args: Any) -> Any:
-        """Return zeros, but for the elements of this array at an index."""
+        """Return zeros, with the elements of this array at an index."""
         return apply(placed, (self, *args), {})
 
     def raw_array(self) -> Any:
@@ -131,7 +131,7 @@ class Tracked(ArrayMethods):
             return result if getattr(result, "base", None) is None else read_only(result)
         rules = (index_rule(value, index),)
         part = graph.record(result, (self.index,), rules)
-        if graph.nested:  # Its rule takes tracked gradients as it is.
+        if graph.nested:  # Its rule also accepts tracked gradients.
             graph.again[part.index] = operator.getitem, lambda: rules
         return part
 

@@ -1,9 +1,9 @@
 """Resolvers that read the task of this process from the variables of its launcher.
 
-Errors name the malformed part: people and templates write `TF_CONFIG`, and the processes of a
-cluster with a wrong entry would wait for each other until the timeout. The ranks of MPI and of
-torchrun are all workers: MPI's exchange their addresses through MPI later, and those of torchrun
-send theirs to rank 0, at the port after torchrun's own.
+Errors name the malformed part. People and templates write `TF_CONFIG`, and with a wrong entry the
+processes of a cluster would wait for each other until the timeout. All ranks of MPI and torchrun
+are workers. MPI's ranks exchange their addresses through MPI later; torchrun's ranks send theirs to
+rank 0, at the port after torchrun's own.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def resolver_of_job(resolver: ClusterResolver | None) -> ClusterResolver:
 def resolve(environ: Mapping[str, str] | None = None) -> ClusterResolver | None:
     """Return the resolver for the launcher that started this process, or None if there is none.
 
-    ``TF_CONFIG`` has priority, because it was written for this process; then torchrun, which MPI
-    or Slurm may have started; then MPI and Slurm; then torchrun's variables that another program
-    set. MPI, Slurm and torchrun count only with more than one process.
+    ``TF_CONFIG`` has priority, because it was written for this process. Next is torchrun, which MPI
+    or Slurm may have started, then MPI and Slurm, and last torchrun's variables if another program
+    set them. MPI, Slurm and torchrun count only with more than one process.
 
     Args:
         environ: the environment variables; None: ``os.environ``.
@@ -91,10 +91,11 @@ class TFConfigClusterResolver(ClusterResolver):
     """The resolver that reads the cluster and the task of this process from ``TF_CONFIG``.
 
     Args:
-        task_type: the job of this process; None: the one in the variable.
-        task_id: its index within the job; None: the one in the variable.
-        rpc_layer: the protocol before addresses in ``master()``; None: the one in the variable.
-        environment: the name of the environment; None: the one in the variable.
+        task_type: the job of this process; None: the job in the variable.
+        task_id: its index within the job; None: the index in the variable.
+        rpc_layer: the protocol before addresses in ``master()``; None: the protocol in the
+            variable.
+        environment: the name of the environment; None: the name in the variable.
         environ: the environment variables; None: ``os.environ``.
 
     Raises:
@@ -212,7 +213,7 @@ class TorchrunClusterResolver(ClusterResolver):
 class TPUClusterResolver(ClusterResolver):
     """The resolver for the hosts of a TPU, which Google's machines name to each other.
 
-    Elsewhere it describes what the launcher of this process tells, or this process alone.
+    Outside a TPU it describes the cluster of this process's launcher, or this process alone.
 
     Args:
         tpu: empty, or ``"local"`` for this host alone.

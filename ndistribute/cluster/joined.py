@@ -1,4 +1,4 @@
-"""Resolvers of clusters that other resolvers or Kubernetes know: each asks once, when needed."""
+"""Resolvers that ask other resolvers or Kubernetes for the cluster, once, when it is needed."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from ndistribute.errors import MissingDependencyError
 class UnionResolver(ClusterResolver):
     """The resolver for the tasks of several resolvers.
 
-    The lists of addresses of a job are joined; if a resolver has only some tasks of a job, all
-    tasks keep their indices. All else, such as this process's task, is the first resolver's.
+    It joins the address lists of each job. If a resolver has only some tasks of a job, all tasks
+    keep their indices. Everything else, such as the task of this process, comes from the first
+    resolver.
 
     Args:
-        *resolvers: at least one.
+        *resolvers: the resolvers to join, at least one.
         task_type: the job of this process; None: that of the first resolver.
         task_id: the index of this process within its job; None: that of the first resolver.
         rpc_layer: the protocol before addresses in ``master()``; None: that of the first resolver.
 
     Raises:
         TypeError: an argument is not a `ClusterResolver`.
-        ValueError: there is none.
+        ValueError: there is no resolver.
 
     >>> import ndistribute as nd
     >>> workers = nd.SimpleClusterResolver({"worker": ["a:1"]}, task_type="worker", task_id=0)
@@ -59,7 +60,8 @@ class UnionResolver(ClusterResolver):
         """Return the whole cluster.
 
         Raises:
-            KeyError: two resolvers have a task with the same index, and one of them only some.
+            KeyError: two resolvers have a task of the same index, and one of them has only some
+                tasks of the job.
         """
         return self._joined
 
@@ -90,15 +92,15 @@ class UnionResolver(ClusterResolver):
 class KubernetesClusterResolver(ClusterResolver):
     """The resolver for the running pods that have some labels.
 
-    Set `task_type` and `task_id` for a strategy of several workers. The pods are asked for when
-    the cluster is first needed.
+    Set `task_type` and `task_id` for a strategy of several workers. The resolver asks Kubernetes
+    for the pods when the cluster is first needed.
 
     Args:
         job_to_label_mapping: the label selectors of each job, ``{"worker": ["job-name=a"]}``; None:
             workers with the label ``job-name=tensorflow``.
         tf_server_port: the port at which each task listens.
         rpc_layer: the protocol before addresses in ``master()``.
-        override_client: a `CoreV1Api` of the package `kubernetes`; None: made from the file
+        override_client: a `CoreV1Api` of the package `kubernetes`; None: a client from the file
             ``~/.kube/config``.
 
     Raises:

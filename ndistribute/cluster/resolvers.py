@@ -24,9 +24,9 @@ class ClusterResolver:
     """A cluster and the task of this process in it.
 
     Args:
-        cluster: the cluster; empty, or None, for a process without other processes. A subclass may
-            define `cluster_spec`, `task_type` and `task_id` instead, and leave the constructor out.
-        task_type: the job of this process, chief, worker, ps or evaluator; None if none.
+        cluster: the cluster; empty or None for a process alone. Instead of calling the constructor,
+            a subclass may define `cluster_spec`, `task_type` and `task_id`.
+        task_type: the job of this process: chief, worker, ps or evaluator; None if it has none.
         task_id: the index of this process within its job.
         environment: the name of the environment, such as ``"slurm"``.
 
@@ -40,18 +40,19 @@ class ClusterResolver:
 
     # How processes find each other: at their addresses, or through MPI.
     bootstrap: Bootstrap = "tcp"
-    # For errors: the source of the addresses, and how to change them; empty if given.
+    # For errors: the source of the addresses, and how to change them; empty if the program gave
+    # them.
     address_hint: str = ""
     #: The protocol before the addresses that `master` returns, as in ``grpc://``; empty: none.
     rpc_layer: str | None = ""
-    # What a program gave instead of what `master` and `num_accelerators` would find.
+    # The values that the program set for `master` and `num_accelerators`.
     _master = ""
     _accelerators: dict[str, int] | None = None
-    # Of a subclass that does not call the constructor.
+    # For a subclass that does not call the constructor.
     _cluster = ClusterSpec({})
     task_type: str | None = None
     task_id: int | None = None
-    _needs_task = True  # Else a process without a task is the one that coordinates the others.
+    _needs_task = True  # Otherwise a process without a task coordinates the others.
 
     def __init__(
         self,
@@ -96,12 +97,12 @@ class ClusterResolver:
 
     @property
     def num_workers(self) -> int:
-        """The number of workers, the chief included; 1 in an empty cluster."""
+        """The number of workers, including the chief; 1 in an empty cluster."""
         return len(self._workers) if self.cluster_spec() else 1
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process is the chief, or worker 0 without one, or has no task."""
+        """Whether this process is the chief, or worker 0 if there is no chief, or has no task."""
         return self.task_type is None or self.worker_index == 0
 
     def get_task_info(self) -> tuple[str | None, int | None]:
@@ -116,7 +117,7 @@ class ClusterResolver:
     ) -> str:
         """Return the address of a task, by default of this process; empty if it has none.
 
-        The protocol, `rpc_layer`, is before it if it is not empty.
+        If the protocol `rpc_layer` is not empty, it precedes the address.
 
         Raises:
             ValueError: there is no such task.
@@ -140,7 +141,7 @@ class ClusterResolver:
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """Return the number of GPUs of this machine, as ``{"GPU": n}``, whatever the task."""
+        """Return the number of GPUs of this machine, as ``{"GPU": n}``, for every task."""
         if self._accelerators is not None:
             return self._accelerators
         from ndistribute.devices import list_devices
@@ -158,7 +159,7 @@ class SimpleClusterResolver(ClusterResolver):
     Args:
         cluster_spec: the cluster, or a description that `ClusterSpec` accepts.
         master: the address that ``master()`` returns; empty: the address of this task.
-        task_type: the job of this process; None: it is the one that coordinates the others.
+        task_type: the job of this process; None: it coordinates the others.
         task_id: the index of this process within its job.
         environment: the name of the environment.
         num_accelerators: the result of ``num_accelerators()``; None: the GPUs of this machine.
@@ -204,7 +205,7 @@ def current_task() -> ClusterResolver | None:
 
 
 def worker_index() -> int:
-    """Return the index of this worker; 0 in a process that is no task of a cluster.
+    """Return the index of this worker; 0 in a process without a task.
 
     Functions that a coordinator schedules on workers use it to choose their part of the input.
 
@@ -226,7 +227,7 @@ def worker_index() -> int:
 
 
 def number_of(value: Any, what: str) -> int:
-    """Return an integer, also from a string of digits; raise ValueError for other values."""
+    """Return an integer from a number or a string of digits; raise ValueError for other values."""
     if isinstance(value, str) and value.isascii() and value.isdigit():
         return int(value)  # Templates often quote the numbers of an environment variable.
     if not isinstance(value, int) or isinstance(value, bool):
@@ -269,7 +270,7 @@ def _check(cluster: ClusterSpec, task_type: str | None, task_id: int | None) -> 
     if not cluster or (task_type == "evaluator" and not is_listed and task_id is not None):
         return
     if task_type is None and sum(map(cluster.num_tasks, cluster.jobs)) == 1:
-        return  # This process, or one that leads it.
+        return  # This process, or a process that leads it.
     if task_type is None or task_id is None:
         what = f"The cluster has the jobs {jobs}, but the task of this process is unknown:"
         raise ValueError(f"{what} pass its task_type and task_id.")

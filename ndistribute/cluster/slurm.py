@@ -32,13 +32,15 @@ class SlurmClusterResolver(ClusterResolver):
         jobs: the number of tasks of each job, in the order of Slurm's ranks, for example
             ``{"chief": 1, "worker": 3}``; None: all tasks are workers.
         port_base: the port of the first task of each node; the next tasks use the next ports. None:
-            the ports that ``srun --resv-ports`` reserved, otherwise ports by the job's number.
-        gpus_per_node: the number of GPUs of each node; None: those of this node.
-        gpus_per_task: the number of GPUs of each task; None: an equal part of those of a node.
+            the ports that ``srun --resv-ports`` reserved, otherwise ports that depend on the job's
+            number.
+        gpus_per_node: the number of GPUs of each node; None: the number on this node.
+        gpus_per_task: the number of GPUs of each task; None: an equal share of its node's GPUs.
         tasks_per_node: the number of tasks of each node: a number for all, a list, or a dict by
             host; None: read from the environment.
-        auto_set_gpu: whether to show this process only its own GPUs, by `CUDA_VISIBLE_DEVICES`, if
-            `gpus_per_node` or `gpus_per_task` is passed. It has to be before GPUs are used.
+        auto_set_gpu: whether to set `CUDA_VISIBLE_DEVICES` to this process's own GPUs. It has an
+            effect only if `gpus_per_node` or `gpus_per_task` is passed. Create the resolver before
+            you use GPUs.
         rpc_layer: the protocol before addresses in ``master()``.
         environ: the environment variables; None: ``os.environ``.
 

@@ -1,6 +1,7 @@
 """`ClusterSpec`: the tasks of a cluster and their addresses, as in `tf.train.ClusterSpec`.
 
-A plain value: only resolvers read the environment and know the task of this process.
+A `ClusterSpec` is a plain value. Only resolvers read the environment and know the task of this
+process.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ class ClusterSpec:
 
     Raises:
         TypeError: `cluster` has another form.
-        ValueError: a task index is negative, or two tasks have the same address. The methods raise
-            it for a job or a task that does not exist.
+        ValueError: a task index is negative, or two tasks have the same address. The methods also
+            raise it for an unknown job or task.
 
     >>> cluster = ClusterSpec({"worker": ["a:2222", "b:2222"], "ps": {1: "c:2222"}})
     >>> cluster.jobs, cluster.num_tasks("worker"), cluster.task_address("ps", 1)
@@ -44,7 +45,7 @@ class ClusterSpec:
 
     @property
     def jobs(self) -> list[str]:
-        """The names of the jobs, in the order in which they were given."""
+        """The names of the jobs, in the order of the description."""
         return list(self._jobs)
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
@@ -102,7 +103,7 @@ def task_names(cluster: ClusterSpec) -> list[str]:
 
 
 def num_sharing_host(cluster: ClusterSpec, job: str, index: int) -> int:
-    """Return how many tasks compute on the host of one: those with its address, but for ``ps``.
+    """Return how many tasks compute on the host of a task; those of ``ps`` do not count.
 
     It is 1 for a task that the cluster does not list, such as an evaluator.
 
@@ -118,7 +119,7 @@ def num_sharing_host(cluster: ClusterSpec, job: str, index: int) -> int:
 
 
 def only_task(cluster: ClusterSpec, job: str | None, index: int | None) -> tuple[str, int]:
-    """Return a job and a task index; None selects the only one, or raises ValueError."""
+    """Return a job and a task index; None selects the only job or task, or raises ValueError."""
     jobs = cluster.jobs if job is None else [job]
     if len(jobs) != 1:
         raise ValueError(f"The cluster has the jobs {jobs}: choose one by job_name.")
@@ -146,7 +147,7 @@ def _tasks(job: Any, tasks: Any) -> dict[int, str]:
 
 
 def _check_distinct(jobs: Mapping[str, Mapping[int, str]]) -> None:
-    """Raise ValueError if two tasks have one address, unless it is empty or has port 0."""
+    """Raise ValueError if two tasks share an address, unless it is empty or has port 0."""
     tasks: dict[str, str] = {}
     for job, addresses in jobs.items():
         for index, address in addresses.items():

@@ -1,9 +1,9 @@
 """Scheduled functions: closures, the handles to their results, and the queue of closures.
 
-A closure waits for its inputs, is ready, is in flight on a worker, and has ended. If its worker is
-lost, it is ready again, a limited number of times. The queue starts no thread and sends nothing.
-Results of other functions, and datasets that each worker creates for itself, are pickled as
-references, which the worker resolves; the closure records them.
+A closure first waits for its inputs, then is ready, then in flight on a worker, and has ended at
+last. If its worker is lost, it becomes ready again, a limited number of times. The queue starts no
+thread and sends nothing. Results of other functions, and datasets that each worker creates for
+itself, are pickled as references, which the worker resolves; the closure records them.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Closure:
 
     result: RemoteValue
     functions: dict[str, Pickled]  # By key: the function, and those that create datasets.
-    references: list[Any]  # Objects to keep alive until it has run.
+    references: list[Any]  # Objects to keep alive until the closure has run.
     inputs: list[RemoteValue] = field(default_factory=list)  # Results among the arguments.
     arguments: Pickled = _EMPTY
     number: int = 0  # From 1, in the order in which closures were scheduled.
     missing: int = 0  # The number of unfinished inputs.
-    attempt: int = 0  # How often it was sent, as a worker that counts as lost may still run it.
+    attempt: int = 0  # How often it was sent; a worker that counts as lost may still run it.
     lost_on: list[str] = field(default_factory=list)  # The workers that were lost while running it.
 
     def dump(self, arguments: Any) -> Pickled:
@@ -64,7 +64,8 @@ _pickled_for: ContextVar[Closure | None] = ContextVar("_pickled_for", default=No
 
 def keep_until_run(thing: object) -> None:
     """Keep an object alive until the function whose arguments are being pickled has run."""
-    # For `__reduce__` of objects that workers create themselves, and drop with this one.
+    # For `__reduce__` of objects that workers create themselves; they drop theirs when this one
+    # goes.
     if (closure := _pickled_for.get()) is not None:
         closure.references.append(thing)
 
@@ -72,8 +73,8 @@ def keep_until_run(thing: object) -> None:
 class RemoteValue:
     """The result of a function that `ClusterCoordinator.schedule` has scheduled.
 
-    It may be an argument of another scheduled function, which then gets the value. Such a value is
-    not unpickled in this process.
+    You can pass it as an argument to another scheduled function, which then gets the value. This
+    process does not unpickle a value that it only passes on.
 
     >>> import ndistribute as nd
     >>> strategy = nd.ParameterServerStrategy()
@@ -93,14 +94,14 @@ class RemoteValue:
         self._done_calls: tuple[Callable[[RemoteValue], None], ...] = ()
         self._value: list[Any] = []  # Empty until the first `fetch`.
         self.payload: Pickled | None = None  # The pickled result.
-        self.error: Exception | None = None  # The error instead of a result.
+        self.error: Exception | None = None  # The error, if there is no result.
 
     def done(self) -> bool:
         """Return True if the function has returned, raised or been cancelled."""
         return self.payload is not None or self.error is not None
 
     def fetch(self, timeout: float | None = None) -> Any:
-        """Wait for the result and return it, the same object in every call.
+        """Wait for the result and return it; every call returns the same object.
 
         Args:
             timeout: seconds to wait; None: no limit.
@@ -125,7 +126,7 @@ class RemoteValue:
             raise self.error
         if not self._value and self.payload is not None:
             self._value.append(load(self.payload))
-        return self._value[0]  # If two threads loaded it, the first object.
+        return self._value[0]  # If two threads loaded it, the first object counts.
 
     get = fetch
 
@@ -162,8 +163,9 @@ class RemoteValue:
 class PerWorkerDataset:
     """A dataset that each worker creates for itself at its first use.
 
-    As an argument of a scheduled function it becomes the worker's own dataset, and its iterator
-    becomes the worker's iterator, at its current position. A restarted worker creates new ones.
+    If you pass it to a scheduled function, the function gets the worker's own dataset. If you pass
+    its iterator, the function gets the worker's iterator, at its current position. A restarted
+    worker creates both again.
     """
 
     def __init__(self, made: Any, function: Pickled, forget: Callable[[str], None]) -> None:
@@ -172,7 +174,7 @@ class PerWorkerDataset:
 
     @property
     def element_spec(self) -> Any:
-        """What each element has; a function that makes the dataset is called here for it."""
+        """The shapes and dtypes of an element; a function that makes the dataset is called here."""
         return (self._made() if callable(self._made) else self._made).element_spec
 
     def __iter__(self) -> PerWorkerValue:
@@ -186,7 +188,7 @@ class PerWorkerDataset:
 
 
 class PerWorkerValue:
-    """A value of each worker: the iterators of a `PerWorkerDataset`, one on each worker.
+    """A value with one component on each worker: the iterators of a `PerWorkerDataset`.
 
     >>> import ndistribute as nd
     >>> strategy = nd.ParameterServerStrategy()
@@ -258,8 +260,8 @@ class ClosureQueue:
         # The closures of each present worker, in the order in which it runs them.
         self._in_flight: dict[int, dict[int, Closure]] = {}
         self._why_away: list[Exception | None] = [None] * len(workers)  # Per absent worker.
-        self._stuck: dict[int, str] = {}  # Workers that do not reach a server, and which.
-        self._owed: dict[int, set[int]] = {}  # By worker: what it runs although others do as well.
+        self._stuck: dict[int, str] = {}  # The workers that do not reach a server, and that server.
+        self._owed: dict[int, set[int]] = {}  # By worker: what others run too.
         self._stalled: float | None = None  # Since when all workers are absent.
 
     def add(self, closure: Closure) -> None:
@@ -320,7 +322,7 @@ class ClosureQueue:
             )
 
     def arrive(self, worker: int) -> None:
-        """Note that a worker is there, and has nothing to run."""
+        """Record that a worker is there, and has nothing to run."""
         with self.lock:
             self._stalled = None
             self._owed.pop(worker, None)
@@ -358,7 +360,7 @@ class ClosureQueue:
         with self.lock:
             closure = self._in_flight.get(worker, {}).pop(number, None)
             self._stuck.pop(worker, None)
-            if closure is None:  # Meanwhile, the worker counted as lost, or was stuck.
+            if closure is None:  # Meanwhile the worker was recorded as lost or stuck.
                 if owed := self._owed.get(worker):
                     owed.discard(number)
                     if not owed:
@@ -429,20 +431,21 @@ class ClosureQueue:
         self._give_up(error)
 
     def stick(self, worker: int, number: int, why: str) -> None:
-        """Record that the closure that a worker runs waits for a server out of its reach."""
+        """Record that the running closure of a worker waits for a server it does not reach."""
         with self.lock:
             if number in self._in_flight.get(worker, {}):
                 self._stuck[worker] = why
 
     def relieve(self) -> None:
-        """Let idle workers run what waits on workers that do not reach a server."""
+        """Let idle workers run the closures of workers that do not reach a server."""
         with self.lock:
             # If no other worker is idle, they may not reach it either.
             if not self._stuck or self._ready or self._error or all(self._in_flight.values()):
                 return
             worker, why = self._stuck.popitem()
             self._why_away[worker] = ConnectionError(f"it waits for {why}")
-            # Copies, as another thread may still be sending those with their attempt.
+            # Copies, because another thread may still be sending the originals with their attempt
+            # number.
             flying = {n: replace(sent) for n, sent in self._in_flight.pop(worker).items()}
             self._owed[worker] = set(flying)
             self._open.update(flying)

@@ -1,8 +1,8 @@
 """`ClusterCoordinator`: the chief schedules functions on workers that are free.
 
 The chief has one connection to each worker, and one thread per connection that receives outcomes.
-The thread that makes work available also sends it, whether it schedules a function or has received
-an outcome: no other thread has to be woken.
+The thread that schedules a function or receives an outcome also sends the next function, so it need
+not wake another thread.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ndistribute.transport.secret import credentials_of
 from ndistribute.transport.waiting import WaitReport
 
 _TIMEOUT_SECONDS = 60.0
-_PAUSES = (0.1, 0.2, 0.4, 0.8, 1.6, 2.0)  # Before reconnecting, by consecutive failures.
+_PAUSES = (0.1, 0.2, 0.4, 0.8, 1.6, 2.0)  # Before reconnecting, by failures in a row.
 _CONNECT_SECONDS = 5.0
 _END_SECONDS = 6.0
 _LONG_SECONDS = 0.02  # Longer closures are not sent in advance.
@@ -50,19 +50,19 @@ Connector = Callable[[], Connection]
 
 
 class ClusterCoordinator:
-    """Run functions on workers, in any order, each as soon as a worker is free.
+    """A coordinator that runs each scheduled function on a worker as soon as one is free.
 
-    The updates of a function to parameter servers are made exactly once, when it ends or reads
-    what it updated. If its worker dies, the function runs again elsewhere, at most 4 times, and
-    must then update the same variables in the same order. A process without a cluster is its own
-    worker.
+    Functions may run in any order. The servers apply the updates of a function exactly once, when
+    it ends or reads a variable that it updated. If its worker dies, the function runs again on
+    another worker, at most 4 times. It must then update the same variables in the same order. A
+    process without a cluster is its own worker.
 
     Args:
-        strategy: the strategy of the variables; its cluster has workers, and this process is its
-            chief, or has no task in it if there is no chief. A strategy has one coordinator: a
-            second call returns that of the first, until it is closed.
-        timeout_seconds: how many seconds functions wait while no worker is available; None: the
-            timeout of the strategy, or 60 s.
+        strategy: the strategy of the variables. Its cluster must have workers. This process must be
+            its chief, or have no task in it if there is no chief. A strategy has one coordinator:
+            until it is closed, a second call returns the same object.
+        timeout_seconds: how many seconds functions wait for a worker while none is available; None:
+            the timeout of the strategy, or 60 s.
 
     Raises:
         AuthenticationError: there is no secret.
@@ -103,7 +103,7 @@ class ClusterCoordinator:
         for link in self._links:
             link.start()
         _coordinators.add(self)
-        atexit.register(self.close)  # So that workers see a clean end.
+        atexit.register(self.close)  # Workers then see a clean end.
 
     def schedule(
         self,
@@ -116,20 +116,22 @@ class ClusterCoordinator:
         The call blocks only while 4096 functions, or 1 GiB of arguments, are queued.
 
         Args:
-            fn: the function; sent to each worker once, in the state of the first `schedule`.
+            fn: the function. It is pickled in the first `schedule` and sent to each worker once, so
+                later changes of its state have no effect.
             args: positional arguments. The function waits for each `RemoteValue` among them, and
-                gets its value; the iterator of a per-worker dataset becomes the worker's own.
+                gets its value. For the iterator of a per-worker dataset it gets the worker's own
+                iterator.
             kwargs: keyword arguments, treated in the same way.
 
         Returns:
             The handle; `RemoteValue.fetch` returns the result.
 
         Raises:
-            Exception: the error of an earlier function; queued functions are then cancelled.
+            Exception: an earlier function raised it; the queued functions are cancelled.
             RuntimeError: this process is a fork of the one that created the coordinator.
             ValueError: an argument cannot be pickled; the message names it.
-            WorkerLostError: no worker was available for too long, or a function was run 4 times
-                and its worker was lost each time.
+            WorkerLostError: no worker was available for too long, or a function ran 4 times and
+                lost its worker each time.
         """
         if not callable(fn):
             raise TypeError(f"schedule takes a function, got a {type(fn).__name__}: {fn!r}.")
@@ -159,7 +161,7 @@ class ClusterCoordinator:
             timeout: seconds to wait; None: no limit.
 
         Raises:
-            CollectiveTimeoutError: some functions still run after `timeout`; they go on.
+            CollectiveTimeoutError: some functions still run after `timeout`; they continue.
             Exception: the first exception of a function, with a note that names its worker. The
                 coordinator can be used again.
             RuntimeError, WorkerLostError: as for `schedule`.
@@ -173,7 +175,7 @@ class ClusterCoordinator:
         return self._queue.done()
 
     def fetch(self, value: Any) -> Any:
-        """Return a nest in which results replace the `RemoteValue` leaves.
+        """Wait for the `RemoteValue` leaves of a nest, and return the nest with their results.
 
         Args:
             value: a nest of lists, tuples and dicts; other leaves stay unchanged.
@@ -181,13 +183,13 @@ class ClusterCoordinator:
         return tree.map_leaves(lambda x: x.fetch() if isinstance(x, RemoteValue) else x, value)
 
     def create_per_worker_dataset(self, dataset: Any) -> PerWorkerDataset:
-        """Return a dataset that each worker creates for itself; pass its `iter` to `schedule`.
+        """Return a dataset that each worker creates for itself; pass its iterator to `schedule`.
 
         Args:
-            dataset: a function that returns a dataset, called on each worker at its first use
-                (`nd.cluster.worker_index` is the worker's index there), or a dataset to send. Each
-                worker goes through all elements of a dataset that is sent, in an order of its own
-                if it has a `shuffle`, also with a seed.
+            dataset: a function that returns a dataset, or a dataset. Each worker calls the function
+                when it first uses the dataset; `nd.cluster.worker_index()` returns the worker's
+                index there. A dataset is sent to all workers, and each worker gets all of its
+                elements. With a `shuffle`, each worker has its own order, even if it has a seed.
 
         Raises:
             ValueError: the dataset cannot be pickled.
@@ -260,7 +262,7 @@ class _Link:
         self.name, self._connector = name, connector  # None: the worker is in this process.
         # Held while closures are taken and sent. Reentrant, because a local worker is lost at once.
         self._sending = threading.RLock()
-        self._connection: Connection | _LocalConnection | None = None  # None: it is away.
+        self._connection: Connection | _LocalConnection | None = None  # None: the worker is away.
         self._depth = 1  # The most closures in flight.
         self._known: dict[str, None] = {}  # The functions that the worker has cached.
         self.forgotten: collections.deque[str] = collections.deque()  # Keys to drop.

@@ -56,7 +56,7 @@ def dump(value: Any) -> Pickled:
             return True
         if data.nbytes < _BUFFER_BYTES:
             return True
-        # A copy, because the array may change before it is sent.
+        # A copy, because the array may change before the message is sent.
         buffers.append(np.array(data, np.uint8))
         return False
 

@@ -1,9 +1,10 @@
 """The worker of a coordinator: runs functions one at a time, and sends their outcomes.
 
-A coordinator sends `Run` and `Forget` over its connection; the worker sends an `Outcome` for each
-`Run`, in the same order, and before it a `Stuck` if a server is out of reach. When the connection
-ends, the worker drops all objects of the coordinator. The updates of a function to servers carry
-its number and their own, so all attempts together make each of them once.
+A coordinator sends `Run` and `Forget` over its connection. The worker sends an `Outcome` for each
+`Run`, in the same order; it sends a `Stuck` before it if it does not reach a server. When the
+connection ends, the worker drops all objects of the coordinator. Each update that a function sends
+to a server carries the function's number and its own, so all attempts together make each update
+once.
 """
 
 from __future__ import annotations
@@ -73,10 +74,10 @@ class Outcome(Record, frozen=True):
 
 
 class Stuck(Record, frozen=True):
-    """A closure waits for a server that this worker does not reach, and goes on waiting."""
+    """A closure waits for a server that this worker does not reach, and keeps waiting."""
 
     number: int
-    why: str  # The server, and why it is not reached.
+    why: str  # The server, and why the worker does not reach it.
 
 
 class _Session:
@@ -89,7 +90,7 @@ class _Session:
         self.over = False
         # Only the thread that runs closures uses these: objects, and functions that drop them.
         self.objects: dict[str, tuple[Any, Callable[[Any], object] | None]] = {}
-        self.inputs: tuple[Pickled, ...] = ()  # Of the running closure, as below.
+        self.inputs: tuple[Pickled, ...] = ()  # The values of the running closure, as below.
         self.running: dict[str, Loader] = {}
 
     def forget(self, keys: Iterable[str] | None = None) -> None:
@@ -113,7 +114,7 @@ def keep(key: str, make: Loader, drop: Callable[[Any], object] | None = None) ->
 
 def kept_dataset(function_key: str, key: str) -> Any:
     """Return this worker's own dataset, with its own order; create it at the first call."""
-    # Not the object that all datasets of these bytes share, whose seeds would change twice.
+    # All datasets of these bytes share one object. Its seeds would change twice, so this is a copy.
     load_anew = inspect.unwrap(_session().running[function_key])
 
     def make() -> Any:
@@ -147,7 +148,7 @@ class WorkerService(TaskService):
 
     def __init__(self, name: str, task: ClusterResolver | None = None) -> None:
         self._name = name
-        self._task = task  # What this process is once a coordinator comes.
+        self._task = task  # The task of this process, set when a coordinator connects.
         self._sessions: dict[Any, _Session] = {}
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         thread_name = f"ndistribute {name} closures"

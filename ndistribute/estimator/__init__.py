@@ -1,4 +1,4 @@
-"""Estimators: loops that train, evaluate and predict with a graph that a function builds."""
+"""Estimators, which train, evaluate and predict with a graph that a function builds."""
 
 from ndistribute.estimator import early_stopping as early_stopping
 from ndistribute.estimator import feature_column as feature_column

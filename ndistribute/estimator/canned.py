@@ -1,8 +1,8 @@
-"""Estimators that are ready made: linear models, dense networks, and both together.
+"""Ready-made estimators: linear models, dense networks, and both together.
 
-Each part makes logits of the features; those of several parts are added, and each part has its
-optimizer. The head has the loss, the predictions and the metrics of the task, from the logits and
-the labels.
+Each part computes logits from the features and has its own optimizer. The logits of several parts
+are added. The head computes the loss, the predictions and the metrics from the logits and the
+labels.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _CommonOptions(TypedDict, total=False):
 
 
 class _Regression:
-    """Passes the head of a regression to the next class."""
+    """The mixin that passes a regression head to the next class."""
 
     def __init__(
         self, *args: Any, label_dimension: int = 1, weight_column: str | None = None, **options: Any
@@ -55,7 +55,7 @@ class _Regression:
 
 
 class _Classification:
-    """Passes the head of a classification to the next class."""
+    """The mixin that passes a classification head to the next class."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class _Classification:
 
 
 class LinearEstimator(Estimator):
-    """A linear model for the task of a head.
+    """A linear model with a head, which defines its task.
 
     Args:
         head: what `binary_class_head`, `multi_class_head` or `regression_head` returns.
@@ -101,7 +101,7 @@ class LinearEstimator(Estimator):
 
 
 class LinearRegressor(_Regression, LinearEstimator):
-    """Linear regression by the mean squared error.
+    """Linear regression with the mean squared error as loss.
 
     Predictions: ``predictions``. Metrics: ``average_loss``, ``label/mean``, ``prediction/mean``.
 
@@ -137,7 +137,7 @@ class LinearClassifier(_Classification, LinearEstimator):
 
 
 class DNNEstimator(Estimator):
-    """A dense network for the task of a head.
+    """A dense network with a head, which defines its task.
 
     Args:
         head: what `binary_class_head`, `multi_class_head` or `regression_head` returns.
@@ -166,33 +166,33 @@ class DNNEstimator(Estimator):
 
 
 class DNNRegressor(_Regression, DNNEstimator):
-    """Regression by a dense network; predictions and metrics as of `LinearRegressor`.
+    """Regression by a dense network, with the predictions and metrics of `LinearRegressor`.
 
     Args:
         hidden_units: the widths of the hidden layers.
         feature_columns: the columns; categorical ones in an indicator or embedding column.
-        options: those of `DNNEstimator`.
+        options: the other arguments of `DNNEstimator`.
 
     The others are those of `LinearRegressor`.
     """
 
 
 class DNNClassifier(_Classification, DNNEstimator):
-    """Classification by a dense network; predictions and metrics as of `LinearClassifier`.
+    """Classification by a dense network, with the predictions and metrics of `LinearClassifier`.
 
     The arguments are those of `DNNRegressor` and `LinearClassifier`.
     """
 
 
 class DNNLinearCombinedEstimator(Estimator):
-    """The sum of a linear model and a dense network, for the task of a head.
+    """The sum of a linear model and a dense network, with a head, which defines the task.
 
     Args:
         head: what `binary_class_head`, `multi_class_head` or `regression_head` returns.
         model_dir: the directory of checkpoints, see `Estimator`.
-        linear_feature_columns: the columns of the linear model; none: there is none.
+        linear_feature_columns: the columns of the linear model; empty: no linear model.
         linear_optimizer: its optimizer, see `LinearRegressor`.
-        dnn_feature_columns: the columns of the network; none: there is none.
+        dnn_feature_columns: the columns of the network; empty: no network.
         dnn_optimizer: its optimizer.
         dnn_hidden_units: the widths of its hidden layers.
         dnn_activation_fn: the function of the hidden layers; None: the rectifier.
@@ -200,8 +200,8 @@ class DNNLinearCombinedEstimator(Estimator):
         options: `config` and `warm_start_from`, see `Estimator`.
 
     Raises:
-        ValueError: there are no columns, no hidden layers for those of the network, or one of two
-            optimizers clips gradients.
+        ValueError: there are no columns, the network has columns but no hidden layers, or one of
+            two optimizers clips gradients.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class DNNLinearCombinedClassifier(_Classification, DNNLinearCombinedEstimator):
 
 @dataclass(frozen=True)
 class Network:
-    """A part of a model, whose variables are in a scope and have an optimizer of their own."""
+    """A part of a model, whose variables have their own scope and optimizer."""
 
     scope: str
     logits: Callable[[Any, int, str], Any]
@@ -263,7 +263,7 @@ class Network:
     """The learning rate of an optimizer that has only a name."""
 
     def make_optimizer(self) -> Any:
-        """Return the optimizer for the graph of a training."""
+        """Return the optimizer for a training graph."""
         if self.optimizer is None or isinstance(self.optimizer, str):
             return _NAMED[self.optimizer or "Adagrad"](self.rate)
         return self.optimizer() if callable(self.optimizer) else self.optimizer
@@ -334,7 +334,7 @@ def _model_fn(head: Head, *parts: Network) -> Callable[..., EstimatorSpec]:
 
 @dataclass(frozen=True)
 class Head:
-    """What a ready-made estimator does with logits of shape ``(batch, units)``."""
+    """The loss, predictions and metrics of a task, from logits of shape ``(batch, units)``."""
 
     units: int
     weight_column: str | None
@@ -377,7 +377,7 @@ class Head:
 
 @accepting("name")
 def regression_head(label_dimension: int = 1, weight_column: str | None = None) -> Head:
-    """Return the head of a regression: the logits are predictions, the loss the squared error.
+    """Return the head of a regression: logits are predictions, the loss is the squared error.
 
     The arguments are those of `LinearRegressor`.
     """
@@ -408,7 +408,7 @@ def multi_class_head(
     weight_column: str | None = None,
     label_vocabulary: Sequence[Any] | None = None,
 ) -> Head:
-    """Return the head of a classification: by one logit, of class 1, or by softmax.
+    """Return the head of a classification, by one logit for class 1, or by softmax.
 
     Args:
         n_classes: the number of classes.
@@ -416,7 +416,7 @@ def multi_class_head(
         label_vocabulary: the labels by class; None or empty: labels are the classes.
 
     Raises:
-        ValueError: there are fewer than two classes, or not as many labels.
+        ValueError: there are fewer than two classes, or the number of labels differs from theirs.
     """
     count, vocabulary = n_classes, tuple(() if label_vocabulary is None else label_vocabulary)
     if count < 2 or len(vocabulary) not in (0, count):
@@ -470,7 +470,7 @@ def _classes(labels: Any, count: int, words: Any) -> Any:
     ids = to_host(labels).reshape(-1, 1)
     if words is not None:
         ids = fc.lookup(ids, words, -1, 0)
-    outside = (ids < 0) | (ids >= count) | (ids != np.floor(ids))  # NaN is none of them.
+    outside = (ids < 0) | (ids >= count) | (ids != np.floor(ids))  # NaN is not a class.
     if outside.any():
         wrong = to_host(labels).reshape(-1, 1)[outside].tolist()[0]
         known = f"one of {words.tolist()}" if words is not None else f"0 to {count - 1}"

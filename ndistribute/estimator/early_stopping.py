@@ -1,7 +1,7 @@
-"""Hooks that end the training of an estimator early, by time or by the metrics of evaluations.
+"""Hooks that stop the training of an estimator early, by time or by metrics of evaluations.
 
-The chief alone decides. Metrics are those that evaluations have written to their directory, so they
-may be made by another process.
+Only the chief decides. It reads the metrics from the directory of the evaluations, so another
+process may evaluate.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ def make_early_stopping_hook(
     run_every_secs: float | None = 60,
     run_every_steps: int | None = None,
 ) -> SessionRunHook:
-    """Return a hook that ends the training of all workers when the chief's function returns True.
+    """Return a hook that stops training on all workers when the chief's function returns True.
 
     Args:
         estimator: the estimator that is trained.
         should_stop_fn: called without arguments.
         run_every_secs: the seconds between its calls.
-        run_every_steps: the steps between its calls; then `run_every_secs` must be None.
+        run_every_steps: the steps between its calls; if you pass it, `run_every_secs` must be None.
 
     Raises:
-        ValueError: the cluster has parameter servers, with which each worker trains for itself.
+        ValueError: the cluster has parameter servers; with these, each worker trains for itself.
     """
     check_graph(estimator, "early stopping", "pass callbacks.EarlyStopping")
     if not callable(should_stop_fn):
@@ -47,15 +47,15 @@ def make_early_stopping_hook(
 def stop_if_no_decrease_hook(
     estimator: Estimator, metric_name: str, max_steps_without_decrease: int, **when: Any
 ) -> SessionRunHook:
-    """Return a hook that ends the training when a metric has not fallen for so many steps.
+    """Return a hook that stops training when a metric has not decreased for many steps.
 
     Args:
         estimator: see `make_early_stopping_hook`.
         metric_name: the name of the metric, such as ``"loss"``.
-        max_steps_without_decrease: the steps since the best evaluation.
-        when: ``eval_dir``, the directory of the evaluations, ``estimator.eval_dir()`` if it is not
-            given; ``min_steps``, before which evaluations do not count; ``run_every_secs`` and
-            ``run_every_steps`` of `make_early_stopping_hook`.
+        max_steps_without_decrease: the number of steps since the best evaluation at which to stop.
+        when: ``eval_dir``, the directory of the evaluations, by default ``estimator.eval_dir()``;
+            ``min_steps``, the step before which evaluations do not count; and ``run_every_secs``
+            and ``run_every_steps`` of `make_early_stopping_hook`.
     """
     return _stop_by_metric(estimator, metric_name, _since(min, max_steps_without_decrease), **when)
 
@@ -63,7 +63,7 @@ def stop_if_no_decrease_hook(
 def stop_if_no_increase_hook(
     estimator: Estimator, metric_name: str, max_steps_without_increase: int, **when: Any
 ) -> SessionRunHook:
-    """Return a hook that ends the training when a metric has not risen for so many steps.
+    """Return a hook that stops training when a metric has not increased for many steps.
 
     The arguments are those of `stop_if_no_decrease_hook`.
     """
@@ -73,7 +73,7 @@ def stop_if_no_increase_hook(
 def stop_if_higher_hook(
     estimator: Estimator, metric_name: str, threshold: float, **when: Any
 ) -> SessionRunHook:
-    """Return a hook that ends the training when a metric is above a threshold.
+    """Return a hook that stops training when a metric is above a threshold.
 
     The other arguments are those of `stop_if_no_decrease_hook`.
     """
@@ -83,7 +83,7 @@ def stop_if_higher_hook(
 def stop_if_lower_hook(
     estimator: Estimator, metric_name: str, threshold: float, **when: Any
 ) -> SessionRunHook:
-    """Return a hook that ends the training when a metric is below a threshold.
+    """Return a hook that stops training when a metric is below a threshold.
 
     The other arguments are those of `stop_if_no_decrease_hook`.
     """
@@ -91,7 +91,7 @@ def stop_if_lower_hook(
 
 
 def _since(best_of: Callable[..., int], most_steps: int) -> Callable[[dict[int, float]], bool]:
-    """Return whether so many steps have passed since the best of metrics by step."""
+    """Return whether `most_steps` steps have passed since the best of the metrics by step."""
     return lambda of: max(of) - best_of(of, key=lambda step: of[step]) >= most_steps
 
 

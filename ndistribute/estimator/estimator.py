@@ -1,4 +1,4 @@
-"""`Estimator`: it trains, evaluates and predicts with the graph that a model function builds."""
+"""`Estimator`, which trains, evaluates and predicts with the graph of a model function."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ _log = logging.getLogger("ndistribute")
 
 
 class Estimator:
-    """A model that is trained, evaluated and used through its checkpoints.
+    """A model that trains, evaluates and predicts, and keeps its state in checkpoints.
 
-    Each call builds a new graph by the model function, and starts from the newest checkpoint in the
-    model's directory. With a strategy of several replicas, each replica runs a graph of its own on
-    batches of its own, and `minimize` follows the mean of the replicas' gradients: that of the mean
-    of their losses. With ``ps`` tasks in the cluster, variables are on the servers, and each worker
-    trains on its own batches without waiting for others.
+    Each call builds a new graph with the model function, and starts from the newest checkpoint in
+    the model's directory. With a strategy of several replicas, each replica runs its own graph on
+    its own batches, and `minimize` applies the mean of the replicas' gradients. This is the
+    gradient of the mean of their losses. With ``ps`` tasks in the cluster, the servers keep the
+    variables, and each worker trains on its own batches without waiting for others.
 
     Args:
-        model_fn: called with ``features`` and any of ``labels``, ``mode``, ``params``, ``config``,
-            by name, when a graph is the default one; returns an `EstimatorSpec`.
-        model_dir: the directory of checkpoints and summaries; None: that of `config`, else a new
-            temporary one.
-        config: a `RunConfig`; None: the default one.
+        model_fn: a function that builds the model in the default graph and returns an
+            `EstimatorSpec`. It is called with ``features`` and any of ``labels``, ``mode``,
+            ``params``, ``config``, by name.
+        model_dir: the directory of checkpoints and summaries; None: the directory of `config`, or a
+            new temporary directory.
+        config: a `RunConfig`; None: the default configuration.
         params: a dict for the model function.
-        warm_start_from: a checkpoint, or a directory of some, whose values trainable variables
-            begin with; or `WarmStartSettings` for a part of them.
+        warm_start_from: a checkpoint, or a directory of checkpoints, with the initial values of the
+            trainable variables; or `WarmStartSettings` for some of the variables.
 
     Raises:
-        ValueError: the model function has other arguments, or model_dir contradicts `config`.
+        ValueError: the model function has unknown arguments, or `model_dir` contradicts `config`.
 
     >>> from ndistribute import graph
     >>> from ndistribute.estimator.specs import ModeKeys
@@ -96,18 +97,19 @@ class Estimator:
         """Train until the steps are made, the input ends, or a hook asks to stop.
 
         Args:
-            input_fn: called with any of ``mode``, ``params``, ``config`` and ``input_context``, by
-                name; returns a dataset of batches, or one batch, which each step gets. A batch is
-                features, an array or a dict of arrays, or a tuple of these and labels. Each replica
-                takes its own next batch, so batches have the size of one replica's.
+            input_fn: a function that returns a dataset of batches, or one batch, which each step
+                gets. It is called with any of ``mode``, ``params``, ``config`` and
+                ``input_context``, by name. A batch is features, or a tuple of features and labels.
+                Features are an array or a dict of arrays. Each replica takes its own next batch, so
+                a batch has the size for one replica.
             hooks: `SessionRunHook` objects of the first replica's session.
             steps: the number of steps to make.
-            max_steps: the global step to stop at, counted over all calls.
+            max_steps: the global step at which to stop, counted over all calls.
             saving_listeners: `CheckpointSaverListener` objects.
 
         Raises:
-            ValueError: both `steps` and `max_steps` are given, one is not above 0, or the input is
-                empty.
+            ValueError: both `steps` and `max_steps` are passed, one of them is not above 0, or the
+                input is empty.
         """
         if steps is not None and max_steps is not None:
             raise ValueError("train got both steps and max_steps: pass one of them.")
@@ -131,11 +133,11 @@ class Estimator:
             steps: the number of steps; None: until the input ends.
             hooks: `SessionRunHook` objects of the first replica's session.
             checkpoint_path: the checkpoint; None: the newest one, or initial values without one.
-            name: the name of the evaluation, if there are several.
+            name: the name of the evaluation; pass it if you make several.
 
         Returns:
             The metrics of the model function by name, ``"loss"``, the mean of the batches' losses,
-            and ``"global_step"``. They are those of all batches, however many replicas shared them.
+            and ``"global_step"``. They cover all batches, however many replicas share these.
         """
         spec = EvalSpec(input_fn, steps, name, hooks or ())
         strategy = self.loops.strategy(self.config.eval_distribute)
@@ -160,8 +162,8 @@ class Estimator:
             predict_keys: the names of the predictions to compute; None: all.
             hooks: `SessionRunHook` objects.
             checkpoint_path: the checkpoint; None: the newest one, or initial values without one.
-            yield_single_examples: whether to yield the predictions of each example; else those of
-                each batch.
+            yield_single_examples: whether to yield the predictions of each example instead of those
+                of each batch.
 
         Yields:
             A dict of arrays, or an array if the model function's predictions are one tensor.
@@ -190,7 +192,7 @@ class Estimator:
         """Return the value of a variable in the newest checkpoint.
 
         Raises:
-            KeyError: it has no such variable.
+            KeyError: the checkpoint has no such variable.
             ValueError: there is no checkpoint.
         """
         tensors = self._tensors()
@@ -223,7 +225,7 @@ class Estimator:
 
 
 def add_metrics(estimator: Estimator, metric_fn: Callable[..., Mapping[str, Any]]) -> Estimator:
-    """Return an estimator of the same directory, whose evaluations have metrics in addition.
+    """Return an estimator with the same directory, whose evaluations have additional metrics.
 
     Args:
         estimator: the estimator of a graph.
@@ -231,7 +233,8 @@ def add_metrics(estimator: Estimator, metric_fn: Callable[..., Mapping[str, Any]
             name; returns the pairs of `graph.metrics` by name.
 
     Raises:
-        ValueError: the estimator is that of a model, which has its metrics from `compile`.
+        ValueError: the estimator was made by `model_to_estimator`: a model gets its metrics in
+            `compile`.
     """
     check_graph(estimator, "add_metrics", "pass metrics to compile")
 
@@ -249,7 +252,7 @@ def add_metrics(estimator: Estimator, metric_fn: Callable[..., Mapping[str, Any]
 
 
 def check_graph(estimator: Estimator, what: str, instead: str) -> None:
-    """Raise ValueError if an estimator is that of a model."""
+    """Raise ValueError if an estimator was made from a model."""
     if not isinstance(estimator.loops, GraphLoops):
         raise ValueError(f"{what} needs the estimator of a graph; for one of a model, {instead}.")
 

@@ -2,7 +2,7 @@
 
 A column names its features and is plain data; its tensors and variables are made when it is used in
 a graph. Features are tensors of shape ``(batch,)`` or ``(batch, n)``. A categorical column turns
-them into ids below `buckets`; -1 stands for a missing value, which counts for nothing.
+them into ids below `buckets`. The id -1 stands for a missing value, which has no effect.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ Features = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Column:
-    """A column, which has values or ids for each example; a bucketized one has both.
+    """A column, which has values or ids for each example; a bucketized column has both.
 
     Attributes:
-        name: the name, by which columns are sorted and variables named.
+        name: the name, which orders the columns and names their variables.
         width: the number of values of an example; of a categorical column, the number of ids.
         dtype: the dtype of the values.
         values: returns a tensor of shape ``(batch, width)`` for features, and makes the variables
             that it needs; the second argument is whether optimizers change these. None: the column
             is categorical.
-        ids: returns an integer tensor of shape ``(batch, n)`` for features. None: it is not.
+        ids: returns an integer tensor of shape ``(batch, n)`` for features. None: the column is not
+            categorical.
     """
 
     name: str
@@ -80,8 +81,8 @@ def bucketized_column(source_column: Column, boundaries: Sequence[float]) -> Col
 
     Args:
         source_column: a numeric column.
-        boundaries: ascending numbers; n of them make n + 1 intervals, which include their lower
-            ends.
+        boundaries: ascending numbers; n numbers make n + 1 intervals. Each interval includes its
+            lower end.
     """
     values = getattr(source_column, "values", None)
     if values is None:
@@ -110,7 +111,7 @@ def categorical_column_with_identity(
     Args:
         key: the name of the feature.
         num_buckets: the number of ids.
-        default_value: the id for integers out of range; None: they are an error in a run.
+        default_value: the id for integers out of range; None: these fail the run.
     """
     _check_size(num_buckets, f"categorical_column_with_identity({key!r}): num_buckets")
     if default_value is not None and not 0 <= default_value < num_buckets:
@@ -126,14 +127,14 @@ def categorical_column_with_vocabulary_list(
     default_value: int = -1,
     num_oov_buckets: int = 0,
 ) -> Column:
-    """Return a column of words or integers, whose ids are their places in a list.
+    """Return a column of words or integers, whose ids are their indices in a list.
 
     Args:
         key: the name of the feature.
-        vocabulary_list: the words; each once.
+        vocabulary_list: the words, each once.
         dtype: ignored; accepted for compatibility with TensorFlow.
         default_value: the id of other words; -1: they count as missing.
-        num_oov_buckets: the number of additional ids, among which other words are divided by hash.
+        num_oov_buckets: the number of additional ids; other words get one of these by their hash.
     """
     words = tuple(vocabulary_list)
     if not words or len(set(words)) < len(words):
@@ -151,7 +152,7 @@ def categorical_column_with_hash_bucket(
 ) -> Column:
     """Return a column of words or integers, whose ids are hashes of their text.
 
-    The hash is BLAKE2b, the same in all processes; TensorFlow's ids are others.
+    The hash is BLAKE2b, the same in all processes. TensorFlow's ids differ.
 
     Args:
         key: the name of the feature.
@@ -165,7 +166,7 @@ def categorical_column_with_hash_bucket(
 def crossed_column(keys: Sequence[str | Column], hash_bucket_size: int) -> Column:
     """Return a column of the combinations of several columns, whose ids are hashes.
 
-    An example with several words has the combinations of all with all. The hash is that of
+    An example with several words has all combinations of them. The hash is that of
     `categorical_column_with_hash_bucket`.
 
     Args:
@@ -213,8 +214,9 @@ def embedding_column(
     Args:
         categorical_column: the column of ids.
         dimension: the length of the vectors.
-        combiner: what becomes of several ids of an example: ``"mean"``, ``"sum"`` or ``"sqrtn"``,
-            the sum divided by the root of their number. Without ids the result is zeros.
+        combiner: how the vectors of an example's ids are combined: ``"mean"``, ``"sum"``, or
+            ``"sqrtn"``, the sum divided by the root of their number. Without ids the result is
+            zeros.
         initializer: called with a shape and a dtype; None: truncated normal of standard deviation
             ``1 / sqrt(dimension)``.
         trainable: whether optimizers change the vectors.
@@ -238,7 +240,7 @@ def embedding_column(
 def input_layer(
     features: Features, feature_columns: Column | Iterable[Column], trainable: bool = True
 ) -> Any:
-    """Return a tensor of shape ``(batch, width)``: the columns beside each other, sorted by name.
+    """Return a tensor of shape ``(batch, width)``: the columns side by side, sorted by name.
 
     Args:
         features: a tensor for each key.
@@ -246,7 +248,7 @@ def input_layer(
         trainable: whether optimizers change the embeddings.
 
     Raises:
-        KeyError: the features have no such key.
+        KeyError: the features lack the key of a column.
         ValueError: a column is categorical, or two columns have the same name.
 
     >>> from ndistribute.graph.session import Session
@@ -269,12 +271,12 @@ def input_layer(
 
 
 def linear_model(features: Features, feature_columns: Any, units: int = 1) -> Any:
-    """Return a linear function of columns, of shape ``(batch, units)``; weights begin at zero.
+    """Return a linear function of columns, of shape ``(batch, units)``; weights start at zero.
 
     Args:
         features: a tensor for each key.
         feature_columns: the columns; a categorical one has a weight for each id.
-        units: the number of results.
+        units: the number of outputs.
 
     >>> with g.Graph().as_default(), g.Session() as session:
     ...     y = linear_model({"x": np.ones(3)}, [numeric_column("x")])
@@ -320,7 +322,7 @@ def dtype_of(columns: Iterable[Any]) -> np.dtype[Any]:
 
 
 def _looked_up(key: str, buckets: int, function: str, *args: Any) -> Column:
-    """Return a column whose ids are what a function makes of a feature."""
+    """Return a column whose ids a function computes from a feature."""
     return Column(key, buckets, ids=lambda batch: _function(function, _feature(batch, key), *args))
 
 

@@ -1,9 +1,9 @@
 """The loops of estimators on graphs: training, evaluation and prediction under a strategy.
 
-Each replica has a graph of its own, made by the same model function, and a session with its own
-copies of the variables, which begin equal. A step runs all sessions, each on its replica's thread;
-gradients meet there, so the variables stay equal. `ModelLoops` has the same methods for a compiled
-model, so an `Estimator` has either.
+Each replica has its own graph, made by the same model function, and a session with its own copies
+of the variables, which begin equal. A step runs all sessions, each on its replica's thread. The
+replicas combine their gradients in the step, so the variables stay equal. `ModelLoops` has the same
+methods for a compiled model; an `Estimator` uses one of the two.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ AfterStep = Callable[[], None]
 
 
 class GraphLoops:
-    """Run the graphs that a model function builds.
+    """The loops that run the graphs of a model function.
 
     Args:
         model_fn: see `Estimator`.
-        config: has the directory of checkpoints, too.
-        params: for the model function and for input functions.
+        config: a `RunConfig`, which also has the directory of checkpoints.
+        params: the parameters for the model function and input functions.
     """
 
     latest_checkpoint = staticmethod(g.latest_checkpoint)
@@ -65,7 +65,7 @@ class GraphLoops:
         """Return the strategy that a `RunConfig` has, or that of the current scope.
 
         Raises:
-            ValueError: its steps are compiled.
+            ValueError: the strategy compiles its steps.
         """
         strategy = configured or get_strategy()
         if isinstance(strategy, TPUStrategy):
@@ -82,7 +82,7 @@ class GraphLoops:
         config, max_steps = self._config, spec.max_steps
         configured = config.train_distribute
         if config.master and getattr(configured, "cluster_resolver", None) is not None:
-            configured = None  # The servers keep the variables, and each worker is alone.
+            configured = None  # The servers keep the variables, and each worker trains alone.
         strategy = self.strategy(configured)
         start = by_chief(strategy, self._global_step)
         if max_steps is not None and start >= max_steps:
@@ -213,7 +213,7 @@ class GraphLoops:
         return replica
 
     def _device(self) -> Any:
-        """Return what places operations; None: nothing, so that they are in this process."""
+        """Return the function that places operations; None: all operations are in this process."""
         config = self._config
         if not config.master:
             return None
@@ -228,7 +228,7 @@ class GraphLoops:
         return dataset_from(input_fn, mode, context, self._config, self._params)
 
     def _call(self, mode: str, features: Any, labels: Any) -> EstimatorSpec:
-        """Return what the model function makes of features and labels."""
+        """Return the result of the model function for features and labels."""
         if labels is not None and "labels" not in arguments_of(self._model_fn):
             raise ValueError("input_fn gave labels, and the model function does not take any.")
         known = {"features": features, "labels": labels, "mode": mode}
@@ -242,7 +242,7 @@ class GraphLoops:
 
 
 def check_model_fn(model_fn: Any, params: Any) -> None:
-    """Raise an error unless a model function has the arguments that it may have."""
+    """Raise an error if a model function has unknown arguments."""
     if not callable(model_fn):
         raise TypeError(f"model_fn must be a function, got {model_fn!r}.")
     arguments = arguments_of(model_fn)
@@ -257,7 +257,7 @@ def check_model_fn(model_fn: Any, params: Any) -> None:
 
 
 def _add_metrics(replica: Replica) -> None:
-    """Let a replica compute the metrics of an evaluation: their values, and updates by a batch."""
+    """Make a replica compute the metrics of an evaluation: their values, and updates by a batch."""
     spec = replica.spec
     pairs = {**(spec.eval_metric_ops or {})}
     for name in {"loss", "global_step"} & {*pairs}:
@@ -296,7 +296,7 @@ class Replica:
     inputs: Sequence[g.Tensor]
     spec: EstimatorSpec
     fetches: Any = None  # What each step computes.
-    results: Any = None  # What the last one has computed: the metrics of an evaluation.
+    results: Any = None  # The results of the last step: the metrics of an evaluation.
     session: Any = None
 
     @property
@@ -352,7 +352,7 @@ class Replicas:
             after_step()
 
     def full(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield batches until a hook asks to stop, or a replica has no examples, on any worker."""
+        """Yield batches until, on any worker, a hook asks to stop or a replica has no examples."""
         session, batches = self.first.session, iter(batches)
         several = self.strategy.input_topology.workers is not None
         # A worker whose hook asks to stop takes part in one more batch, as the others do.
@@ -366,7 +366,7 @@ class Replicas:
             yield batch
 
     def exchange(self, collection: str, exchange: Callable[[Any, Any], Any]) -> None:
-        """Give variables what a collective of the replicas returns for their values."""
+        """Set variables to the results of a collective of the replicas over their values."""
 
         def step() -> None:
             replica, context = self.current(), get_replica_context()
@@ -382,14 +382,14 @@ class Replicas:
 def dataset_from(
     input_fn: Callable[..., Any], mode: str, context: InputContext, config: Any, params: Any
 ) -> Dataset:
-    """Return what an input function gives, as a dataset of batches; one is repeated in training."""
-    with g.Graph().as_default():  # The graph of a training that is under way is final.
+    """Return the result of an input function as a dataset; training repeats a single batch."""
+    with g.Graph().as_default():  # The graph of a running training loop is read-only.
         known = {"mode": mode, "input_context": context, "config": config, "params": params}
         return dataset_of(called(input_fn, known), repeated=mode == ModeKeys.TRAIN)
 
 
 def called(function: Callable[..., Any], known: Mapping[str, Any]) -> Any:
-    """Return the result of a function, called with those of the arguments that it takes.
+    """Return the result of a function, called with the arguments that it accepts.
 
     It gets a copy of ``params``, which it may change.
     """
@@ -401,18 +401,18 @@ def called(function: Callable[..., Any], known: Mapping[str, Any]) -> Any:
 
 
 def arguments_of(function: Callable[..., Any]) -> list[str]:
-    """Return the names of the arguments of a function, but for those that a `partial` gives."""
+    """Return the names of the arguments of a function, without those that a `partial` sets."""
     bound = function.keywords if isinstance(function, functools.partial) else {}
     return [name for name in inspect.signature(function).parameters if name not in bound]
 
 
 def dataset_of(data: Any, *, repeated: bool) -> Dataset:
-    """Return what an input function returned as a dataset of batches.
+    """Return the result of an input function as a dataset of batches.
 
     Args:
         data: a dataset, another re-iterable of batches, the tensors of a `DatasetIterator`, or one
             batch: an array, a dict of arrays, or a tuple of features and labels.
-        repeated: whether one batch is given again and again.
+        repeated: whether to repeat a single batch without end.
     """
     if any(isinstance(leaf, g.Tensor) for leaf in tree.flatten(data)):
         return _dataset_behind(data, repeated)

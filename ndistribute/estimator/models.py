@@ -1,7 +1,7 @@
 """`model_to_estimator`: a compiled `nd.Model` behind the methods of an `Estimator`.
 
-The model trains by its own `fit`, so every strategy works in whose scope it was made. There is no
-graph: hooks are the callbacks of models.
+The model trains with its own `fit`, so it works with the strategy in whose scope it was created.
+There is no graph; hooks are the callbacks of models.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def model_to_estimator(
 ) -> Estimator:
     """Return an estimator that trains a compiled model.
 
-    Its input functions give batches of the global size, as `Model.fit` takes them. Its hooks are
+    Its input functions return batches of the global size, as for `Model.fit`. Its hooks are
     `nd.callbacks.Callback` objects. Predictions are dicts with the entry ``predictions``, unless
     the model itself returns a dict.
 
     Args:
-        keras_model: the model; its strategy is that of the scope in which it was made.
+        keras_model: the model; its strategy is that of the scope in which it was created.
         model_dir: the directory of checkpoints, see `Estimator`.
         config: a `RunConfig`.
 
@@ -61,7 +61,7 @@ def model_to_estimator(
 
 
 class ModelLoops:
-    """The loops of a model that keeps its variables itself, between checkpoints."""
+    """The loops of a model, which keeps its variables itself between checkpoints."""
 
     latest_checkpoint = staticmethod(latest_checkpoint)
 
@@ -100,7 +100,7 @@ class ModelLoops:
         """Return the metrics over the batches of an input function, with a checkpoint's values."""
         _refuse(spec.hooks)
         data, model = self._data(spec.input_fn, ModeKeys.EVAL), self._model
-        kept = self._checkpoint.state()  # A training may go on after this.
+        kept = self._checkpoint.state()  # Training may continue after this.
         try:
             if path is not None:
                 self._checkpoint.restore(path)
@@ -161,7 +161,7 @@ def _no_graph(features: Any) -> Any:
 
 
 class _CheckpointSaving(Callback):
-    """Saves when it is time, and tells listeners."""
+    """A callback that saves when it is time, and calls listeners."""
 
     def __init__(
         self, manager: CheckpointManager, config: RunConfig, listeners: Sequence[Any]

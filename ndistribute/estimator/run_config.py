@@ -1,4 +1,4 @@
-"""`RunConfig`: where and how an `Estimator` runs, with the task that `TF_CONFIG` gives it."""
+"""`RunConfig`: where and how an `Estimator` runs, with its task from `TF_CONFIG`."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ _SAVE_SECONDS = 600
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """How an `Estimator` runs. It reads the cluster and the task of this process from `TF_CONFIG`.
+    """The settings of an `Estimator`, with the cluster and the task from `TF_CONFIG`.
 
     Args:
         model_dir: the directory of checkpoints and summaries.
         tf_random_seed: the seed of the graphs.
-        save_summary_steps: after how many steps to write summaries; None: never.
-        save_checkpoints_steps: after how many steps to save.
-        save_checkpoints_secs: after how many seconds to save; neither: 600; both None: never.
+        save_summary_steps: write summaries every this many steps; None: never.
+        save_checkpoints_steps: save every this many steps.
+        save_checkpoints_secs: save every this many seconds. If you pass neither, it is 600; if you
+            pass None for both, nothing is saved.
         session_config: the configuration of sessions.
         keep_checkpoint_max: the number of checkpoints to keep; 0: all.
-        log_step_count_steps: after how many steps to log the loss and the steps per second; None:
+        log_step_count_steps: log the loss and the steps per second every this many steps; None:
             never.
-        train_distribute: the strategy of the training; None: that of the current scope. In a
-            cluster with ``ps`` tasks, these keep the variables, and each worker has one replica.
+        train_distribute: the strategy of training; None: that of the current scope. In a cluster
+            with ``ps`` tasks, these keep the variables, and each worker has one replica.
         eval_distribute: the strategy of evaluations; None: that of the current scope.
 
     Raises:
-        ValueError: both kinds of `save_checkpoints` are given, a number is negative, or `TF_CONFIG`
-            is malformed.
+        ValueError: both `save_checkpoints_steps` and `save_checkpoints_secs` are passed, a number
+            is negative, or `TF_CONFIG` is malformed.
 
     >>> config = RunConfig(save_checkpoints_steps=100)
     >>> config.is_chief, config.task_type, config.save_checkpoints_secs
@@ -76,7 +77,7 @@ class RunConfig:
 
     @property
     def cluster_spec(self) -> ClusterSpec:
-        """The cluster; empty without one."""
+        """The cluster; empty if there is none."""
         return self.resolver.cluster_spec()
 
     @property
@@ -110,7 +111,7 @@ class RunConfig:
 
     @property
     def num_worker_replicas(self) -> int:
-        """The number of workers, the chief included."""
+        """The number of workers, including the chief."""
         return self.resolver.num_workers
 
     def replace(self, **changes: Any) -> RunConfig:

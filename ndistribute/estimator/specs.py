@@ -1,4 +1,4 @@
-"""What a model function returns, and what the loops are told to do: plain values with checks."""
+"""Plain values with checks: the result of a model function, and the settings of the loops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ndistribute.graph.variables import global_variables, trainable_variables
 
 
 class ModeKeys:
-    """What a model function builds a graph for."""
+    """The purposes of a graph of a model function: training, evaluation or prediction."""
 
     TRAIN = "train"
     EVAL = "eval"
@@ -26,15 +26,15 @@ class EstimatorSpec:
 
     Args:
         mode: one of `ModeKeys`.
-        predictions: a tensor or a dict of tensors, with an entry for each example; for PREDICT.
+        predictions: a tensor or a dict of tensors, with a row for each example; for PREDICT.
         loss: a scalar tensor; for TRAIN and EVAL.
         train_op: the operation of a step, from an optimizer's ``minimize(loss, global_step=...)``;
             for TRAIN.
         eval_metric_ops: by name, the pairs of `graph.metrics`.
         export_outputs: ignored; accepted for compatibility with TensorFlow.
-        training_chief_hooks: hooks of the training, of the chief alone.
-        training_hooks: hooks of the training.
-        scaffold: the `Scaffold` of the training; None: the default one.
+        training_chief_hooks: hooks of training, on the chief only.
+        training_hooks: hooks of training.
+        scaffold: the `Scaffold` of training; None: the default scaffold.
         evaluation_hooks: hooks of the evaluation.
         prediction_hooks: hooks of the prediction.
 
@@ -91,14 +91,16 @@ _EXAMPLES = {
 
 @dataclass(frozen=True)
 class WarmStartSettings:
-    """Whose values variables begin with, in a training that has no checkpoint yet.
+    """A checkpoint with the initial values of variables, for training without a checkpoint yet.
 
     Args:
-        ckpt_to_initialize_from: a checkpoint, or a directory of which the newest counts.
-        vars_to_warm_start: a regular expression for the beginning of the names of trainable
-            variables, several for those of all global variables, or the variables.
+        ckpt_to_initialize_from: a checkpoint, or a directory, whose newest checkpoint is used.
+        vars_to_warm_start: a regular expression that matches the beginning of the names of
+            trainable variables; or a list of expressions, which match names of all global
+            variables; or a list of variables.
         var_name_to_vocab_info: must be None: vocabularies are not remapped.
-        var_name_to_prev_var_name: by name, the name in the checkpoint if it is another one.
+        var_name_to_prev_var_name: a dict from the names of variables to their names in the
+            checkpoint, where these differ.
     """
 
     ckpt_to_initialize_from: str
@@ -111,7 +113,7 @@ class WarmStartSettings:
             raise ValueError("WarmStartSettings: the vocabularies of both models must be the same.")
 
     def initialize(self) -> None:
-        """Let the initializers of variables of the default graph take the values."""
+        """Make the initializers of the default graph's variables assign the values."""
         wanted, pool = self.vars_to_warm_start, global_variables()
         if isinstance(wanted, str):
             wanted, pool = [wanted], trainable_variables()
@@ -125,14 +127,14 @@ class WarmStartSettings:
 
 
 def _matching(wanted: Any, names: Sequence[str]) -> list[str]:
-    """Return the names that a regular expression matches, or that of a variable."""
+    """Return the names that a regular expression matches, or the name of a variable."""
     if isinstance(wanted, str):
         return [name for name in names if re.match(wanted, name)]
     return [wanted.op.name]
 
 
 def warm_start(ckpt_to_initialize_from: str, *args: Any, **options: Any) -> None:
-    """Let variables of the default graph begin with values of a checkpoint.
+    """Make variables of the default graph start with the values of a checkpoint.
 
     The arguments are those of `WarmStartSettings`.
     """
@@ -144,12 +146,12 @@ WarmStart = str | WarmStartSettings | None
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """The training of `train_and_evaluate`.
+    """The settings of training in `train_and_evaluate`.
 
     Args:
         input_fn: the input function, see `Estimator.train`.
-        max_steps: the global step at which all training ends; None: the end of the input.
-        hooks: hooks of the training.
+        max_steps: the global step at which all training ends; None: at the end of the input.
+        hooks: hooks of training.
         saving_listeners: listeners of its checkpoints.
     """
 
@@ -167,16 +169,16 @@ class TrainSpec:
 
 @dataclass(frozen=True)
 class EvalSpec:
-    """The evaluations of `train_and_evaluate`.
+    """The settings of evaluations in `train_and_evaluate`.
 
     Args:
         input_fn: the input function, see `Estimator.train`.
         steps: the number of batches of an evaluation; None: all.
-        name: the name of the evaluation among others.
+        name: the name of the evaluation, if there are several.
         hooks: hooks of the evaluations.
         exporters: must be empty: `nd.Model.export` exports what `model_to_estimator` trains.
         start_delay_secs: how long an evaluator waits before its first evaluation.
-        throttle_secs: the least time between the starts of two evaluations, but for the last.
+        throttle_secs: the least time between the starts of two evaluations, except the last one.
     """
 
     input_fn: Callable[..., Any]
@@ -205,6 +207,6 @@ def check_steps(steps: int | None, what: str) -> None:
 
 
 def check_input(input_fn: Any, what: str) -> None:
-    """Raise TypeError unless an input function is one."""
+    """Raise TypeError if an input function is not callable."""
     if not callable(input_fn):
         raise TypeError(f"{what}: input_fn must be a function, got {input_fn!r}.")

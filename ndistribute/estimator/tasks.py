@@ -1,4 +1,4 @@
-"""`train_and_evaluate`: one program for all tasks of a cluster, and for a process alone."""
+"""`train_and_evaluate`: one program for all tasks of a cluster, or for a single process."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ _GREET_SECONDS = 10.0
 
 
 def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec) -> Any:
-    """Do what the task of this process does in a training with evaluations.
+    """Train, evaluate or serve variables, as the task of this process requires.
 
     Every task of the cluster in `TF_CONFIG` runs the same program. The chief and the workers train,
-    and the chief saves checkpoints. Parameter servers serve until the training has ended. The
-    evaluator evaluates the newest checkpoint as often as `throttle_secs` allows, until one has
+    and the chief saves checkpoints. Parameter servers serve until training has ended. The evaluator
+    evaluates the newest checkpoint as often as `throttle_secs` allows, until a checkpoint has
     `max_steps`. A process without a cluster trains, and evaluates after its checkpoints.
 
     Args:
         estimator: the estimator, the same in all tasks.
-        train_spec: the training.
-        eval_spec: the evaluations.
+        train_spec: the settings of training.
+        eval_spec: the settings of the evaluations.
 
     Returns:
-        In a process alone and in the evaluator, the metrics of the last evaluation and an empty
-        list, as TensorFlow does; None in other tasks.
+        In a single process and in the evaluator, the metrics of the last evaluation and an empty
+        list, as in TensorFlow; None in other tasks.
 
     >>> import numpy as np, ndistribute as nd
     >>> x = np.arange(8, dtype=np.float32)
@@ -87,7 +87,7 @@ def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: E
 
 
 def _greet(server: Server, addresses: Sequence[str]) -> None:
-    """Connect to the servers of variables: they wait for it, also if there is nothing to train."""
+    """Connect to the servers of variables; they wait for this even if there is nothing to train."""
     service, until = service_at(server.target), time.monotonic() + _GREET_SECONDS
     if service is None:
         return
@@ -98,7 +98,7 @@ def _greet(server: Server, addresses: Sequence[str]) -> None:
 
 
 def _await_workers(addresses: Sequence[str]) -> None:
-    """Wait until the other workers' servers have ended: without a chief, those of variables end."""
+    """Wait until the other workers' servers end; without a chief, parameter servers then end."""
     for address in addresses:
         with contextlib.suppress(OSError):
             while True:
@@ -107,7 +107,7 @@ def _await_workers(addresses: Sequence[str]) -> None:
 
 
 class Evaluations(CheckpointSaverListener):
-    """The evaluations of an estimator's checkpoints, one for each."""
+    """The evaluations of an estimator's checkpoints, at most one for each."""
 
     def __init__(self, estimator: Estimator, spec: EvalSpec) -> None:
         self._estimator, self._spec = estimator, spec
@@ -121,7 +121,7 @@ class Evaluations(CheckpointSaverListener):
         self._has_new = True
 
     def evaluate_if_due(self) -> None:
-        """Evaluate a new checkpoint, unless the last evaluation began shortly before."""
+        """Evaluate a new checkpoint, unless `throttle_secs` have not passed yet."""
         if self._has_new and self._timer.is_due():
             self._has_new = False
             self.evaluate()
@@ -137,7 +137,7 @@ class Evaluations(CheckpointSaverListener):
         return self._metrics
 
     def follow(self, max_steps: int | None) -> Any:
-        """Evaluate each newest checkpoint until one has a number of steps; None: for ever."""
+        """Evaluate each newest checkpoint until one has `max_steps` steps; None: without end."""
         waiting = threading.Event()
         waiting.wait(self._spec.start_delay_secs)
         folder = self._estimator.model_dir

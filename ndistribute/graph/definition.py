@@ -1,8 +1,8 @@
-"""Operations as data: what a graph is made of, and what a client sends to a server.
+"""Operations as data: the parts of a graph, in the form that a client sends to a server.
 
-A definition names its function; `numpy_functions.py` and `kernels.py` have the tables in which the
-process that runs it looks the name up. So a graph from another process can only call what stands in
-these tables. The arguments of a function are a template: a node of plain values, in which
+A definition names its function. The process that runs it looks the name up in the tables of
+`numpy_functions.py` and `kernels.py`. So a graph from another process can only call the functions
+of these tables. The arguments of a function are a template: a node of plain values, in which
 ``{"$input": k}`` stands for the operation's k-th input.
 """
 
@@ -22,7 +22,7 @@ from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.plain import KINDS, Encoder, Kind
 from ndistribute.transport.codec import Array, MalformedError, Record, name_of
 
-# What is an argument for itself, and what is no element of an array of numbers or text.
+# Values that are arguments themselves, and values that arrays of numbers or text cannot contain.
 _LEAVES = (bool, int, float, complex, str, type(None), EllipsisType, np.dtype)
 _NO_ELEMENTS = (type(None), EllipsisType, np.dtype, slice)
 _DTYPES = (np.generic, bool, int, float, complex)  # Classes that stand for their dtypes.
@@ -33,7 +33,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
 
 
 class Value(Record, frozen=True):
-    """A value of a tensor: an array, rows of one, or text; None if it has neither."""
+    """A value of a tensor: an array, rows of an array, or text; None if it has none of these."""
 
     array: Array | None = None
     indices: Array | None = None  # The rows of `array` in an array of shape `shape`.
@@ -104,7 +104,7 @@ def call_template(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the template of a call whose arguments contain `OperationInput`.
 
     Raises:
-        TypeError: an argument is something that cannot be sent.
+        TypeError: an argument cannot be sent.
 
     >>> call_template((OperationInput(0), slice(1, None)), {"axis": 0})
     [[{'$input': 0}, {'$slice': [1, None, None]}], {'axis': 0}]
@@ -117,7 +117,7 @@ def arguments(template: Any) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments of a template, with `OperationInput` for the inputs.
 
     Raises:
-        MalformedError: it is no template.
+        MalformedError: `template` is not a template.
     """
     try:
         args, kwargs = _templates.decode([[], {}] if template is None else template)
@@ -130,7 +130,7 @@ def filler(template: Any, count: int) -> Callable[[Sequence[Any]], tuple[Any, An
     """Return a function from an operation's inputs to the arguments of its function.
 
     Raises:
-        MalformedError: the template is not one, or refers to an input that is not among `count`.
+        MalformedError: `template` is not a template, or refers to an input that does not exist.
     """
     if template in (None, [[{"$input": k} for k in range(count)], {}]):
         return lambda inputs: (inputs, {})
@@ -144,12 +144,13 @@ def filler(template: Any, count: int) -> Callable[[Sequence[Any]], tuple[Any, An
 
 
 def refuse_objects(template: Any) -> None:
-    """Raise an error for a template whose call makes arrays of Python objects.
+    """Raise an error for a template whose call would make arrays of Python objects.
 
-    To compute with them may take for ever, holds Python's lock, and cannot be ended.
+    Computing with such arrays holds Python's lock, may never end, and cannot be stopped.
 
     Raises:
-        MalformedError: it names such a dtype, or has lists of what is neither number nor text.
+        MalformedError: the template names such a dtype, or its lists contain other values than
+            numbers and text.
     """
     args, kwargs = arguments(template)
     values = [*args, *kwargs, *kwargs.values()]
@@ -191,7 +192,7 @@ def pack(value: Any) -> Value:
     """Return the value of a tensor as a message.
 
     Raises:
-        TypeError: the value is no array, number, text or None.
+        TypeError: the value is not an array, number, text or None.
     """
     if value is None:
         return Value()
@@ -214,7 +215,7 @@ def sendable(name: str, value: Any) -> Value:
     """Return the value of a tensor of some name as a message to another process.
 
     Raises:
-        InvalidArgumentError: it cannot be sent.
+        InvalidArgumentError: the value cannot be sent.
     """
     try:
         packed = pack(value)
@@ -227,7 +228,7 @@ def sendable(name: str, value: Any) -> Value:
 
 
 def unpack(value: Value) -> Any:
-    """Return what `pack` got, as arrays."""
+    """Return the value that was passed to `pack`, as arrays."""
     if value.text is not None:
         try:
             elements = [part.decode() if value.encoding else part for part in value.text]

@@ -1,6 +1,6 @@
-"""Where operations are placed: scopes, and functions that spread variables over servers.
+"""The placement of operations: device scopes, and functions that spread variables over servers.
 
-A function of an operation returns the name of its device when the operation is added to a graph.
+When an operation is added to a graph, such a function returns the name of its device.
 `placement.py` merges these names with those of the scopes around.
 """
 
@@ -25,12 +25,11 @@ def device(device_name_or_function: str | DeviceFunction | None) -> AbstractCont
     """Return a context manager that places the operations that are added to the default graph.
 
     Args:
-        device_name_or_function: the name of a device, of which any part may be missing: the scopes
-            around say it; or a function from an `Operation` to such a name; None: the scopes
-            around do not count.
+        device_name_or_function: the name of a device, or a function from an `Operation` to such a
+            name. Outer scopes fill in missing parts of the name. None: ignore the outer scopes.
 
     Raises:
-        ValueError: it is not the name of a device.
+        ValueError: the name is not that of a device.
 
     >>> from ndistribute.graph.operations import placeholder
     >>> with device("/job:worker/task:1"), device("/gpu:0"):
@@ -59,13 +58,13 @@ def replica_device_setter(
 
     Args:
         ps_tasks: the number of tasks that hold variables.
-        ps_device: their device; its job counts.
+        ps_device: the device of the variables; only its job has an effect.
         worker_device: the device of all other operations.
-        merge_devices: whether it adds to devices that inner scopes name; else it leaves an
-            operation that has a device there.
-        cluster: the cluster that tells the number of tasks, in place of `ps_tasks`.
+        merge_devices: whether to fill in missing parts of devices that inner scopes name. If False,
+            an operation that has a device keeps it.
+        cluster: a cluster, whose number of tasks is used instead of `ps_tasks`.
         ps_ops: the types of operations to spread; None: variables.
-        ps_strategy: returns the task of an operation; None: one after another.
+        ps_strategy: a function that returns the task of an operation; None: the tasks in turn.
 
     Returns:
         The function, or None if no task holds variables.
@@ -106,11 +105,11 @@ def replica_device_setter(
 
 
 class GreedyLoadBalancingStrategy:
-    """Choose the task with the least load so far, for `replica_device_setter`.
+    """A `ps_strategy` of `replica_device_setter` that chooses the task with the least load so far.
 
     Args:
         num_tasks: the number of tasks.
-        load_fn: returns the load of an operation, such as `byte_size_load_fn`.
+        load_fn: a function that returns the load of an operation, such as `byte_size_load_fn`.
 
     >>> from ndistribute.graph import Variable
     >>> balanced = GreedyLoadBalancingStrategy(2, byte_size_load_fn)
@@ -135,7 +134,7 @@ def byte_size_load_fn(op: Operation) -> float:
     """Return the bytes of a variable.
 
     Raises:
-        ValueError: the operation is no variable, or only a run can tell its shape or dtype.
+        ValueError: the operation is not a variable, or its shape or dtype is known only in a run.
     """
     attributes = op.definition.attributes
     shape, dtype = attributes.get("shape"), attributes.get("dtype")

@@ -1,8 +1,8 @@
 """Run the operations of one task: compile their definitions once, then run steps.
 
-A plan without parallelism runs its operations in order on the calling thread. If several
-operations take long, or some wait for values of other tasks, more threads help: then an operation
-is ready when its inputs are there.
+A plan without parallelism runs its operations in order on the calling thread. If several operations
+take long, or some wait for values of other tasks, more threads help. An operation is then ready
+when its inputs are there.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _LONG_SECONDS = 2e-4  # An operation that takes longer is worth another thread.
 _TRIALS = 3  # Steps whose operations are timed.
 _REFUSALS = {"unknown": errors.FailedPreconditionError, "full": errors.UnavailableError}
 """The errors for changes that the variables refuse."""
-_TOGETHER_BYTES = 1 << 22  # The most that values have which go in one message.
-_CHECK_SECONDS = 0.05  # Between looks at what may end a step that waits.
-_APART_WORK = 1 << 32  # Multiplications of a call for whose end a failed step does not wait.
-_GIVE_UP_SECONDS = 1.0  # For threads of a failed step, which may compute what cannot be ended.
+_TOGETHER_BYTES = 1 << 22  # The largest total size of values that go in one message.
+_CHECK_SECONDS = 0.05  # The time between looks at whatever may end a waiting step.
+_APART_WORK = 1 << 32  # A failed step does not wait for calls of so many multiplications.
+_GIVE_UP_SECONDS = 1.0  # For threads of a failed step, which may be in a long call.
 
 
 class PlanNode:
@@ -124,8 +124,7 @@ class Plan:
         is_bound: whether only the thread of the step can run them.
 
     Raises:
-        InvalidArgumentError: an operation is not known here, has an input that is not there, or
-            waits for itself.
+        InvalidArgumentError: an operation is unknown here, lacks an input, or waits for itself.
     """
 
     def __init__(
@@ -173,7 +172,7 @@ class Plan:
         self._is_parallel = not self._is_bound and any(node.op.waits for node in self.nodes)
 
     def run(self, step: Step, fed: Sequence[Any]) -> list[Any]:
-        """Run a step with the values of the feeds, and return those of the fetches.
+        """Run a step with the values of the feeds, and return the values of the fetches.
 
         Raises:
             OperationError: an operation failed.
@@ -209,7 +208,7 @@ class Plan:
         return uses
 
     def _run_timed(self, step: Step, values: list[Any]) -> None:
-        """Run in order, and find out whether it pays to run operations beside each other."""
+        """Run in order, and measure whether it pays to run operations in parallel."""
         for node in self.nodes:
             start = time.perf_counter()
             node.run(step, values)
@@ -242,7 +241,7 @@ class _Parallel:
     def run(self) -> None:
         try:
             self._run()
-        except BaseException as error:  # Such as Ctrl-C: the helpers begin nothing more.
+        except BaseException as error:  # For example Ctrl-C: the helpers begin no more operations.
             self._step.abort(error)
             raise
         until = None if self._step.error is None else time.monotonic() + _GIVE_UP_SECONDS
@@ -275,13 +274,13 @@ class _Parallel:
             self._changed.notify_all()
 
     def _received(self, node: PlanNode, value: Any) -> None:
-        """Take the value of another task, on the thread of its connection."""
+        """Accept a value of another task, on the thread of its connection."""
         self._values[node.slot] = value
         with self._changed:
             self._finish([node])
 
     def _finish(self, nodes: Sequence[PlanNode]) -> None:
-        """Note that operations have ended; the caller holds the lock of `_changed`."""
+        """Record that operations have ended; the caller holds the lock of `_changed`."""
         for node in nodes:
             self._left -= 1
             for k in node.inputs:
@@ -316,7 +315,7 @@ class _Parallel:
                 self._run_node(nodes[0])
 
     def _sends_with(self, first: PlanNode) -> list[PlanNode]:
-        """Return a send and take others that are ready: one message costs less than several."""
+        """Return a send with others that are ready: one message costs less than several."""
         taken, size = [first], self._bytes(first)
         for k in list(self._ready):
             node = self._nodes[k]

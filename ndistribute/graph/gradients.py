@@ -1,7 +1,7 @@
 """Gradients as operations: the derivative of each operation, on its device.
 
-An operation whose gradient is needed is recorded when it runs, and the gradient operation walks
-the record back. So the rules are those of `ndistribute.autodiff`, and shapes may be unknown.
+An operation whose gradient is needed is recorded when it runs, and the gradient operation walks the
+record back. So `ndistribute.autodiff` provides the rules, and shapes may be unknown.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ def gradients(ys: Any, xs: Any, grad_ys: Any = None, name: str = "gradients") ->
         name: the name scope of the operations.
 
     Returns:
-        A tensor for each of `xs`, None if no y depends on it. Where only rows of a variable were
-        read, its value is an `IndexedSlices`. `gradients` of it gives second derivatives.
+        A tensor for each of `xs`, or None if no y depends on it. If only rows of a variable were
+        read, the value of the tensor is an `IndexedSlices`. Apply `gradients` to the result for
+        second derivatives.
 
     Raises:
-        ValueError: in the body of a `cond` or `while_loop`, a y depends on one of `xs` by way of
-            the graph around it.
+        ValueError: in the body of a `cond` or `while_loop`, a y depends on one of `xs` through the
+            graph around the body.
 
     >>> from ndistribute.graph.session import Session
     >>> x = as_tensor(np.array([1.0, 2.0]))
@@ -60,7 +61,7 @@ def gradients(ys: Any, xs: Any, grad_ys: Any = None, name: str = "gradients") ->
             with graph.colocate_with(y):
                 first: Any = np.ones_like(y) if seed is None else as_tensor(seed)
             upstream.setdefault(y, []).append(first)
-        for op in reversed(between):  # All that adds to the gradients of its results comes before.
+        for op in reversed(between):  # What adds to its results' gradients came before.
             _propagate(op, between, upstream, reached)
         return [
             _sum([part for tensor in tensors for part in upstream.get(tensor, [])])
@@ -69,10 +70,10 @@ def gradients(ys: Any, xs: Any, grad_ys: Any = None, name: str = "gradients") ->
 
 
 def global_norm(t_list: Sequence[Any]) -> Any:
-    """Return the norm of all tensors together; of rows, before those of one index are added.
+    """Return the norm of all tensors together; rows of the same index are not added up first.
 
     Args:
-        t_list: tensors, rows of tensors, and None for those to leave out.
+        t_list: tensors, rows of tensors, and None, which does not count.
     """
     squares = [_added("sum_of_squares", part) for part in t_list if part is not None]
     return np.sqrt(sum(squares))
@@ -81,12 +82,12 @@ def global_norm(t_list: Sequence[Any]) -> Any:
 def clip_by_global_norm(
     t_list: Sequence[Any], clip_norm: Any, use_norm: Any = None, name: str | None = None
 ) -> tuple[list[Any], Any]:
-    """Return tensors scaled so that their norm is at most `clip_norm`, and the norm before.
+    """Return tensors scaled to a norm of at most `clip_norm`, and their norm before.
 
     Args:
         t_list: see `global_norm`.
-        clip_norm: the greatest norm of the results.
-        use_norm: the norm, if it is known.
+        clip_norm: the largest norm of the results.
+        use_norm: the norm of the tensors, if you have computed it already.
         name: ignored.
     """
     norm = global_norm(t_list) if use_norm is None else use_norm

@@ -1,8 +1,9 @@
 """`Graph`, and its operations and symbolic tensors.
 
 A tensor stands for an array that a session computes later. NumPy's functions, operators and
-indexing make operations when they get one, so a model is written as for arrays. Each operation
-keeps what the surrounding `device`, `name_scope`, `control_dependencies` and `colocate_with` say.
+indexing make operations when they get a tensor, so you write a model as for arrays. Each operation
+keeps the settings of the surrounding `device`, `name_scope`, `control_dependencies` and
+`colocate_with`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-import ndistribute.graph.kernels  # noqa: F401  # Whose facts all that reads a graph asks for.
+import ndistribute.graph.kernels  # noqa: F401  # All readers of a graph ask for its facts.
 from ndistribute import numpy_functions
 from ndistribute.errors import InvalidArgumentError
 from ndistribute.graph.definition import BodyDef, OperationDef, OperationInput, call_template, pack
@@ -47,7 +48,7 @@ class Symbolic(ArrayMethods, NDArrayOperatorsMixin):
 
     @property
     def device(self) -> str:
-        """The full name of the device on which its operation was placed; empty if on none."""
+        """The full name of its operation's device; empty if it has none."""
         return self.op.device
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
@@ -110,7 +111,7 @@ class Symbolic(ArrayMethods, NDArrayOperatorsMixin):
         """Return the shape, with None for unknown lengths.
 
         Raises:
-            ValueError: only a run can tell the number of axes.
+            ValueError: the number of axes is known only in a run.
         """
         if self.shape is None:
             why = "say it by set_shape(), or compute with np.shape() of it."
@@ -124,7 +125,8 @@ class Tensor(Symbolic):
     Attributes:
         op: the operation that computes it.
         name: the operation's name and the position among its results, such as ``"add:0"``.
-        known: what is known of it before a run, or the tensors that tell it; None: its operation.
+        known: what is known of the tensor before a run, or the tensors that tell it; None: see its
+            operation.
 
     >>> graph = Graph()
     >>> with graph.as_default():
@@ -142,12 +144,12 @@ class Tensor(Symbolic):
 
     @property
     def dtype(self) -> Any:
-        """The dtype, None if only a run can tell it."""
+        """The dtype; None if it is known only in a run."""
         return known_of(self).dtype
 
     @property
     def shape(self) -> Shape | None:
-        """The shape, with None for unknown lengths; None if only a run can tell it."""
+        """The shape, with None for unknown lengths; None if it is known only in a run."""
         return known_of(self).shape
 
     def __repr__(self) -> str:
@@ -156,11 +158,11 @@ class Tensor(Symbolic):
         return f"<Tensor {self.name!r}{shape}{dtype}>"
 
     def set_shape(self, shape: Sequence[int | None]) -> None:
-        """Say what the shape is, where only a run could tell; another one is a ValueError."""
+        """Set unknown lengths of the shape; a ValueError is raised if known lengths differ."""
         self.known = Known(self.dtype, Shape(shape).merged(self.shape))
 
     def eval(self, feed_dict: Any = None, session: Any = None) -> Any:
-        """Return the value that the default session, or another one, computes."""
+        """Return the value, computed in a session or the default session."""
         return (session or default_session()).run(self, feed_dict)
 
 
@@ -186,7 +188,7 @@ class Operation:
 
     @property
     def type(self) -> str:
-        """The name of what it computes, such as ``"numpy.matmul"``."""
+        """The name of its function or kernel, such as ``"numpy.matmul"``."""
         return self.definition.kind
 
     @property
@@ -200,7 +202,7 @@ class Operation:
             self.definition = msgspec.structs.replace(self.definition, device=device)
 
     def run(self, feed_dict: Any = None, session: Any = None) -> None:
-        """Run it in the default session, or another one."""
+        """Run the operation in a session or the default session."""
         (session or default_session()).run(self, feed_dict)
 
     def __repr__(self) -> str:
@@ -209,7 +211,7 @@ class Operation:
 
 
 class _Scopes(threading.local):
-    """What the scopes of a graph that a thread is in say."""
+    """The settings of the scopes of a graph in which a thread is."""
 
     prefix = ""
     devices: tuple[str | DeviceFunction | None, ...] = ()
@@ -219,7 +221,7 @@ class _Scopes(threading.local):
 
 
 class Graph:
-    """Operations to be run by sessions.
+    """A graph of operations, which sessions run.
 
     >>> with Graph().as_default() as graph:
     ...     with graph.name_scope("layer"):
@@ -236,7 +238,7 @@ class Graph:
         self.scopes = _Scopes()
         self.functions: dict[str, Any] = {}
         """The functions of `py_function` and the iterators of datasets, by operation."""
-        self.reads: set[str] = set()  # The variables of graphs around that it reads before it runs.
+        self.reads: set[str] = set()  # The variables of outer graphs that it reads before it runs.
         self.finalized = False
         """Whether no operation can be added any more."""
         self.seed: int | None = None
@@ -251,11 +253,11 @@ class Graph:
 
     @property
     def version(self) -> int:
-        """The number of operations; it only grows."""
+        """The number of operations, which only grows."""
         return len(self._operations)
 
     def encloses(self, graph: Graph) -> bool:
-        """Whether operations of this graph can use tensors of another one."""
+        """Whether operations of this graph can use tensors of another graph."""
         return graph is self
 
     def finalize(self) -> None:
@@ -264,7 +266,7 @@ class Graph:
 
     @contextlib.contextmanager
     def as_default(self) -> Iterator[Graph]:
-        """Return a context manager in which new operations go to this graph."""
+        """Return a context manager; new operations in its block go to this graph."""
         _stacks.graphs.append(self)
         try:
             yield self
@@ -275,7 +277,7 @@ class Graph:
 
     @contextlib.contextmanager
     def scoped(self, kind: str, value: Any) -> Iterator[None]:
-        """Return a context manager in which `scopes` of this thread have another value."""
+        """Return a context manager; in its block `scopes` of this thread has another value."""
         before = getattr(self.scopes, kind)
         setattr(self.scopes, kind, value)
         try:
@@ -295,13 +297,13 @@ class Graph:
 
     @contextlib.contextmanager
     def device(self, device: str | DeviceFunction | None) -> Iterator[None]:
-        """Return a context manager that places operations: see `ndistribute.devices`."""
+        """Return a context manager that places the operations of its block, see `device`."""
         with self.scoped("devices", (*self.scopes.devices, device)):
             yield
 
     @contextlib.contextmanager
     def control_dependencies(self, inputs: Iterable[Any] | None) -> Iterator[None]:
-        """Return a context manager whose operations run after others; None: after no others."""
+        """Return a context manager; operations of its block run after others; None: after none."""
         outer = () if inputs is None else self.scopes.controls
         added = tuple(_operation(value) for value in inputs or ())
         for op in added:
@@ -316,7 +318,7 @@ class Graph:
 
     @contextlib.contextmanager
     def colocate_with(self, op: Any) -> Iterator[None]:
-        """Return a context manager that places operations where another one is."""
+        """Return a context manager; it places operations of its block with another operation."""
         with self.scoped("devices", (_operation(op).device or None,)):
             yield
 
@@ -359,14 +361,14 @@ class Graph:
         Args:
             type: the name of its function or kernel.
             inputs: tensors, variables, arrays and numbers.
-            name: its name in the current scope; empty: after its type.
+            name: its name in the current scope; empty: a name from its type.
             outputs: the number of its results.
             call: the template of the function's arguments.
             attributes: plain values for the kernel.
             value: the value of a constant.
             bodies: functions of tensors for the kernel.
-            device: the device, whatever the scopes say; None: what they say.
-            known: what is known of each result, see `Tensor`.
+            device: the device, which overrides the scopes; None: the device of the scopes.
+            known: what is known of each result before a run, see `Tensor`.
 
         Raises:
             RuntimeError: the graph is finalized.
@@ -407,7 +409,7 @@ class Graph:
         """Return an operation.
 
         Raises:
-            KeyError: there is none of this name.
+            KeyError: there is no operation of this name.
         """
         if name not in self._operations:
             raise KeyError(f"there is no operation {name!r} in the graph.")
@@ -425,7 +427,7 @@ class Graph:
         return outputs[int(index)]
 
     def as_graph_element(self, element: Any) -> Any:
-        """Return the tensor or operation for one, for its name, or for a variable."""
+        """Return the tensor or operation for a tensor, an operation, a variable, or a name."""
         if isinstance(element, str):
             find = self.get_tensor_by_name if ":" in element else self.get_operation_by_name
             return find(element)
@@ -452,7 +454,7 @@ class Graph:
         return self._collections.setdefault(name, [])
 
     def _place(self, op: Operation) -> None:
-        """Give an operation the device that the scopes say; inner scopes count more."""
+        """Give an operation the device of the scopes; inner scopes have priority."""
         for scope in reversed(self.scopes.devices):
             if scope is None:
                 return
@@ -489,7 +491,7 @@ def apply_named(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], outpu
 
 
 def as_tensor(value: Any, dtype: Any = None, name: str = "constant") -> Tensor:
-    """Return a value as a tensor: a tensor or a variable as it is, anything else as a constant."""
+    """Return a value as a tensor; a tensor or variable is unchanged, others become constants."""
     element = getattr(value, "graph_element", value)
     if isinstance(element, Tensor):
         return element
@@ -526,7 +528,7 @@ _global = [Graph()]
 
 
 def get_default_graph() -> Graph:
-    """Return the graph to which new operations go: that of the innermost `Graph.as_default`."""
+    """Return the graph for new operations: that of the innermost `Graph.as_default`."""
     return _stacks.graphs[-1] if _stacks.graphs else _global[-1]
 
 
@@ -544,7 +546,7 @@ def reset_default_graph() -> None:
 
 @contextlib.contextmanager
 def as_default_session(session: Any) -> Iterator[Any]:
-    """Return a context manager in which `Tensor.eval` and `Operation.run` use a session."""
+    """Return a context manager; `Tensor.eval` and `Operation.run` in its block use a session."""
     _stacks.sessions.append(session)
     try:
         yield session
@@ -553,7 +555,7 @@ def as_default_session(session: Any) -> Iterator[Any]:
 
 
 def default_session() -> Any:
-    """Return the innermost session that is a context manager now."""
+    """Return the innermost session whose ``with`` block is open."""
     if not _stacks.sessions:
         why = "there is no default session: write `with Session():`, or pass session=."
         raise InvalidArgumentError(why)

@@ -1,4 +1,4 @@
-"""Hooks of `MonitoredTrainingSession`: what is done before and after each run of a training."""
+"""Hooks of `MonitoredTrainingSession`, which it calls before and after each run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _log = logging.getLogger("ndistribute")
 
 
 class SessionRunArgs(NamedTuple):
-    """What a hook adds to a run."""
+    """The fetches and feeds that a hook adds to a run."""
 
     fetches: Any
     feed_dict: Mapping[Any, Any] | None = None
@@ -34,7 +34,7 @@ class SessionRunArgs(NamedTuple):
 
 
 class SessionRunValues(NamedTuple):
-    """What a run returned for the fetches of a hook, and its options."""
+    """The values of a hook's fetches in a run, and the options of the run."""
 
     results: Any
     options: Any = None
@@ -42,7 +42,7 @@ class SessionRunValues(NamedTuple):
 
 
 class SessionRunContext:
-    """What a hook knows of a run, and its way to end the training.
+    """The facts of a run for a hook, and `request_stop`, with which a hook stops training.
 
     Attributes:
         original_args: the `SessionRunArgs` of the program.
@@ -66,21 +66,21 @@ class SessionRunHook:
         """Called once before the session exists; operations can still be added to the graph."""
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Called with each new session, also with one after a recovery."""
+        """Called with each new session, also after a recovery."""
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        """Called before each run; returns what to fetch and feed besides."""
+        """Called before each run; returns additional fetches and feeds, or None."""
         return None
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         """Called after each run with the values that `before_run` asked for."""
 
     def end(self, session: Any) -> None:
-        """Called once at the end, unless the training failed."""
+        """Called once at the end, unless training failed."""
 
 
 def write_speed(timer: Timer, step: int, writer: FileWriter | None) -> None:
-    """Log and write the steps in a second since the timer's last time, if there is one."""
+    """Log and write the steps per second since the timer's last time, if there is one."""
     speed = timer.mark(step)
     if speed is None:
         return
@@ -90,7 +90,7 @@ def write_speed(timer: Timer, step: int, writer: FileWriter | None) -> None:
 
 
 class _StepHook(SessionRunHook):
-    """The base class of hooks that follow the global step, which each run fetches for them."""
+    """The base class of hooks that read the global step after each run."""
 
     _timer: Timer
 
@@ -105,8 +105,9 @@ class _StepHook(SessionRunHook):
         return SessionRunArgs(self._step)
 
     def _step_if_due(self, context: SessionRunContext, values: SessionRunValues) -> int | None:
-        """Return the global step after a run, if the time has come, else None."""
-        # The run read it before, or while, it was incremented; others may increment it, too.
+        """Return the global step after a run if the hook is due, otherwise None."""
+        # The run read the step before or while it was incremented; other workers may increment it,
+        # too.
         if not self._timer.is_due(int(values.results) + 1):
             return None
         step = int(context.session.run(self._step))
@@ -114,11 +115,11 @@ class _StepHook(SessionRunHook):
 
 
 class StopAtStepHook(_StepHook):
-    """Stops at a global step, or after so many more.
+    """A hook that stops at a global step, or after a number of steps.
 
     Args:
         num_steps: the number of steps from the start of this session.
-        last_step: the global step to stop at; give one of the two.
+        last_step: the global step at which to stop; pass only one of the two.
     """
 
     def __init__(self, num_steps: int | None = None, last_step: int | None = None) -> None:
@@ -128,7 +129,7 @@ class StopAtStepHook(_StepHook):
 
     def begin(self) -> None:
         super().begin()
-        # A worker must not begin a step for which others that have stopped do not come.
+        # A worker must not begin a step in which others that have stopped do not take part.
         operations = get_default_graph().get_operations()
         self._local_steps = [op for op in operations if op.type == "local_step"]
 
@@ -136,7 +137,7 @@ class StopAtStepHook(_StepHook):
         step = int(session.run(self._step))
         if self._last is None:
             self._last = step + (self._more or 0)
-        if step >= self._last:  # Others have reached it: a worker that starts late makes no step.
+        if step >= self._last:  # The others have reached it: a late worker makes no step.
             coord.request_stop()
         for op in self._local_steps:  # Gradients are dropped if the others reach it before a run.
             session.run(op.outputs, {op.inputs[0]: np.int64(min(step, self._last - 1))})
@@ -150,12 +151,12 @@ class StopAtStepHook(_StepHook):
 
 
 class EarlyStoppingHook(_StepHook):
-    """Stops when a function says so.
+    """A hook that stops when a function returns True.
 
     Args:
         should_stop_fn: called without arguments.
         run_every_secs: the seconds between its calls.
-        run_every_steps: the steps between its calls; give one of the two.
+        run_every_steps: the steps between its calls; pass only one of the two.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class EarlyStoppingHook(_StepHook):
 
 
 class CheckpointSaverListener:
-    """The base class of what is told of checkpoints, whose methods do nothing."""
+    """The base class of listeners to checkpoints, whose methods do nothing."""
 
     def begin(self) -> None:
         """Called once before the session exists; operations can still be added to the graph."""
@@ -186,23 +187,23 @@ class CheckpointSaverListener:
         """Called before each checkpoint is written."""
 
     def after_save(self, session: Any, global_step_value: int) -> Any:
-        """Called after each checkpoint is written; a true result ends the training."""
+        """Called after each checkpoint is written; a true result stops training."""
 
     def end(self, session: Any, global_step_value: int) -> None:
-        """Called once at the end, unless the training failed."""
+        """Called once at the end, unless training failed."""
 
 
 class CheckpointSaverHook(_StepHook):
-    """Saves checkpoints: at the start, every so many steps or seconds, and at the end.
+    """A hook that saves checkpoints at the start, at intervals, and at the end.
 
     Args:
         checkpoint_dir: the folder.
         save_secs: the seconds between checkpoints.
-        save_steps: the steps between checkpoints; give one of the two.
-        saver: what saves; None: that of the scaffold.
-        checkpoint_basename: the beginning of their names.
-        scaffold: has the saver; None: that of the graph.
-        listeners: what is told of the checkpoints.
+        save_steps: the steps between checkpoints; pass only one of the two.
+        saver: the `Saver`; None: the scaffold's saver.
+        checkpoint_basename: the beginning of the checkpoints' names.
+        scaffold: the scaffold whose saver to use; None: the saver of the graph.
+        listeners: the `CheckpointSaverListener` objects to call.
     """
 
     def __init__(
@@ -257,7 +258,7 @@ class CheckpointSaverHook(_StepHook):
 
 
 class WritingHook(_StepHook):
-    """The base class of hooks that write an event file: one of their own, or to a given writer."""
+    """The base class of hooks that write to an event file: their own, or that of a writer."""
 
     def __init__(self, folder: str | os.PathLike[str] | None, writer: FileWriter | None) -> None:
         self._folder, self._writer = (folder if writer is None else None), writer
@@ -272,21 +273,21 @@ class WritingHook(_StepHook):
             self._writer.flush()
 
     def close(self) -> None:
-        """Close the file if it is the hook's own; called however the training ended."""
+        """Close the file if it is the hook's own; called even if training failed."""
         if self._folder is not None and self._writer is not None:
             self._writer.close()
 
 
 class SummarySaverHook(WritingHook):
-    """Writes summaries every so many steps or seconds.
+    """A hook that writes summaries at intervals of steps or seconds.
 
     Args:
         save_steps: the steps between summaries.
-        save_secs: the seconds between summaries; give one of the two.
+        save_secs: the seconds between summaries; pass only one of the two.
         output_dir: the folder of the event file.
         summary_writer: what writes, in place of a new writer for `output_dir`.
-        scaffold: has the operation.
-        summary_op: the operation; give one of the two.
+        scaffold: the scaffold whose summary operation to use.
+        summary_op: the summary operation; pass only one of the two.
     """
 
     def __init__(
@@ -303,7 +304,7 @@ class SummarySaverHook(WritingHook):
         self._timer = Timer(save_steps, save_secs)
         super().__init__(output_dir, summary_writer)
         self._scaffold, self._op = scaffold, summary_op
-        self._next = 0  # The step that the next run makes, as far as is known.
+        self._next = 0  # The step that the next run probably makes.
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
         op = self._op if self._op is not None else self._scaffold.summary_op
@@ -311,7 +312,7 @@ class SummarySaverHook(WritingHook):
         return SessionRunArgs({"step": self._step, **({"summary": op} if self._asked else {})})
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        step = int(run_values.results["step"]) + 1  # It was read before it was incremented.
+        step = int(run_values.results["step"]) + 1  # The step was read before it was incremented.
         if self._asked:
             step = int(run_context.session.run(self._step))
             self._timer.mark(step)
@@ -323,11 +324,11 @@ class SummarySaverHook(WritingHook):
 
 
 class StepCounterHook(WritingHook):
-    """Writes and logs how many steps are made in a second.
+    """A hook that writes and logs the number of steps per second.
 
     Args:
         every_n_steps: the steps between reports.
-        every_n_secs: the seconds between reports; give one of the two.
+        every_n_secs: the seconds between reports; pass only one of the two.
         output_dir: the folder of the event file; None: only log.
         summary_writer: what writes, in place of a new writer for `output_dir`.
     """
@@ -352,14 +353,14 @@ class StepCounterHook(WritingHook):
 
 
 class LoggingTensorHook(SessionRunHook):
-    """Logs the values of tensors every so many runs or seconds.
+    """A hook that logs the values of tensors at intervals of runs or seconds.
 
     Args:
         tensors: a mapping of labels to tensors or their names, or a list of them.
         every_n_iter: the runs between lines.
         every_n_secs: the seconds between lines.
         at_end: whether to log at the end, too.
-        formatter: makes the line from a dict of values; None: ``label = value`` for each.
+        formatter: a function from a dict of values to the line; None: ``label = value`` for each.
     """
 
     def __init__(
@@ -408,15 +409,15 @@ def _tensor(tensor: Any) -> Any:
 
 
 class NanLossDuringTrainingError(RuntimeError):
-    """The loss is not a number any more."""
+    """An error: the loss has become NaN."""
 
 
 class NanTensorHook(SessionRunHook):
-    """Ends the training when a loss is not a number.
+    """A hook that stops training when a loss becomes NaN.
 
     Args:
         loss_tensor: the loss.
-        fail_on_nan_loss: whether to raise, or only to stop.
+        fail_on_nan_loss: whether to raise `NanLossDuringTrainingError`; if False, only stop.
     """
 
     def __init__(self, loss_tensor: Any, fail_on_nan_loss: bool = True) -> None:
@@ -436,7 +437,7 @@ class NanTensorHook(SessionRunHook):
 
 
 class FeedFnHook(SessionRunHook):
-    """Feeds each run what a function without arguments returns."""
+    """A hook that feeds each run the result of a function without arguments."""
 
     def __init__(self, feed_fn: Callable[[], Mapping[Any, Any]]) -> None:
         self._feed_fn = feed_fn
@@ -446,7 +447,7 @@ class FeedFnHook(SessionRunHook):
 
 
 class FinalOpsHook(SessionRunHook):
-    """Runs operations at the end, and keeps their values as `final_ops_values`."""
+    """A hook that runs operations at the end, and keeps their values as `final_ops_values`."""
 
     def __init__(self, final_ops: Any, final_ops_feed_dict: Any = None) -> None:
         self._ops, self._feeds = final_ops, final_ops_feed_dict
@@ -458,7 +459,7 @@ class FinalOpsHook(SessionRunHook):
 
 
 class GlobalStepWaiterHook(_StepHook):
-    """Delays the first run until the global step has reached a number."""
+    """A hook that delays the first run until the global step has reached a number."""
 
     def __init__(self, wait_until_step: int) -> None:
         self._wait_until = wait_until_step

@@ -18,13 +18,14 @@ _numbers = itertools.count()
 
 
 class DatasetIterator:
-    """Give the batches of a dataset to the steps of a session, one after another.
+    """An iterator that gives the batches of a dataset to the steps of a session, in turn.
 
-    Each session without a target begins with the first batch. On a server of this process, sessions
-    go on where the last one ended, as a training does that recovers.
+    Each session without a target begins with the first batch. On a server of this process, a
+    session continues where the last session ended, so training continues there after a recovery.
 
     Args:
-        dataset: a re-iterable of nests of arrays, which begin with an axis of any length.
+        dataset: an iterable that can be repeated, of nests of arrays; their first axis may have any
+            length.
 
     Raises:
         ValueError: the dataset is empty.
@@ -50,10 +51,10 @@ class DatasetIterator:
         """The operation after which the first batch comes again."""
 
     def get_next(self, name: str = "get_next") -> Any:
-        """Return a nest of tensors like a batch; a step that needs any of them takes the next one.
+        """Return a nest of tensors like a batch; a step that uses any of them takes a batch.
 
-        At the end of the dataset the step fails with `OutOfRangeError`. Like a `py_function`, they
-        are computed in the client's process alone.
+        At the end of the dataset the step fails with `OutOfRangeError`. Like a `py_function`, the
+        tensors are computed only in the client's process.
         """
         leaves = [np.asarray(leaf) for leaf in tree.flatten(self._like)]
         tensors = self._operation("next_batch", len(leaves), name).outputs
@@ -62,7 +63,7 @@ class DatasetIterator:
         return tree.unflatten(self._like, tensors)
 
     def begin(self) -> list[Iterator[Any]]:
-        """Return the position of a session that begins: an iterator, in a list."""
+        """Return the position for a new session: a list with an iterator."""
         with self._lock:
             first, self._first = self._first, None
         return [iter(self.dataset) if first is None else first]
@@ -76,7 +77,7 @@ class DatasetIterator:
         """Return the arrays of the next batch, which the dataset may change later.
 
         Raises:
-            OutOfRangeError: there is none.
+            OutOfRangeError: there is no next batch.
         """
         with self._lock:
             batch = next(position[0], None)
@@ -92,6 +93,6 @@ class DatasetIterator:
 
 
 def iterator_of(tensor: Any) -> DatasetIterator | None:
-    """Return the iterator that gives a tensor; None if something else does."""
+    """Return the iterator that computes a tensor; None if another operation does."""
     iterator = tensor.graph.functions.get(tensor.op.name)
     return iterator if isinstance(iterator, DatasetIterator) else None

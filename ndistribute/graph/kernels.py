@@ -1,4 +1,4 @@
-"""Operations that are more than a function: variables, control flow, random numbers, gradients.
+"""Kernels: variables, control flow, random numbers, gradients and other stateful operations.
 
 A kernel gets the step, its node and the values of its inputs, and returns the value of its output,
 or a list if it has another number of outputs.
@@ -119,18 +119,18 @@ class _Collected(Aggregation):
     """The gradients of one step of a variable that several workers update together."""
 
     def __init__(self) -> None:
-        super().__init__(step=-1)  # Until the first gradient tells for which one to collect.
+        super().__init__(step=-1)  # None until the first gradient tells for which step to collect.
         self.changed = threading.Condition()
         self.round = 0  # The number of steps begun, also again.
 
     def begin(self, step: int) -> None:
-        """Drop what was collected, collect for a step, and let those go on who wait."""
+        """Drop the collected gradients, collect for a step, and wake the waiting workers."""
         super().begin(step)
         self.round += 1
         self.changed.notify_all()
 
     def wake(self) -> None:
-        """Let those look who wait, one of whose steps has failed."""
+        """Wake the waiting workers to check their steps, because one of these has failed."""
         with self.changed:
             self.changed.notify_all()
 
@@ -141,12 +141,12 @@ def _collected(step: Step, node: Node) -> _Collected:
 
 @kernel("aggregate", waits=True, pure=False)
 def _aggregate(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
-    """Add a worker's gradient to those of its step, wait for their update, return the next step.
+    """Add a worker's gradient to those of its step, wait for the update, return the next step.
 
-    The last one that is needed updates, and one that comes later is dropped. A worker that is to
-    contribute again to the same step does not wait. A worker that is ahead
-    because an earlier step was restored contributes to that step, maybe for the second time: else
-    it would wait for others in one task, and they for it in another.
+    The last gradient that is needed makes the update, and later gradients are dropped. A worker
+    that must contribute to the same step again does not wait. If an earlier step was restored, a
+    worker may be ahead. It then contributes to the restored step, maybe for the second time.
+    Otherwise it would wait for the others in one task, and they for it in another.
     """
     gradient, stamp, again, learning_rate = inputs
     change = _optimizer_step(node.attributes, gradient, learning_rate)
@@ -171,7 +171,7 @@ def _aggregate(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
 
 @kernel("restart_aggregate", pure=False)
 def _restart_aggregate(step: Step, node: Node, inputs: Sequence[Any]) -> list[Any]:
-    """Collect anew for a step that was restored."""
+    """Start over to collect for a step that was restored."""
     aggregate = _collected(step, node)
     with aggregate.changed:
         aggregate.begin(int(inputs[0]))
@@ -182,8 +182,8 @@ def _restart_aggregate(step: Step, node: Node, inputs: Sequence[Any]) -> list[An
 def _count_step(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     """Set the step count to the step that all variables have reached.
 
-    Who contributed to a variable's last step had counted the one before: a variable that is further
-    collects for the steps of a training from before the count was set back.
+    A worker that contributed to a variable's last step had counted the step before. So a variable
+    that is further still collects for steps from before the count was set back.
     """
     reached, furthest = inputs
     variables, name = step.resources.variables, node.attributes["variable"]
@@ -201,7 +201,7 @@ def _count_step(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
 
 @kernel("local_step", pure=False)
 def _local_step(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
-    """Return the last step of the session, which all its variables have made, and if it goes on.
+    """Return the last step that all variables of the session have made, and whether to continue.
 
     A worker contributes to each step as often as the attribute `turns` says.
     """
@@ -301,7 +301,7 @@ def _random(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
 
 
 def _truncated(generator: np.random.Generator, shape: tuple[int, ...]) -> Any:
-    """Return normal numbers of at most two standard deviations; others are drawn again."""
+    """Return normal numbers within two standard deviations; numbers outside are drawn again."""
     drawn = generator.standard_normal(shape)
     while (outside := np.abs(drawn) > 2).any():
         drawn[outside] = generator.standard_normal(int(outside.sum()))
@@ -360,7 +360,7 @@ def _total(gradients: Sequence[Any]) -> Any:
 
 @kernel("sum_of_squares")
 def _sum_of_squares(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
-    """Return the sum of the squares; of rows, before those of one index are added."""
+    """Return the sum of the squares; rows of the same index are not added up first."""
     return np.sum(np.square(getattr(inputs[0], "values", inputs[0])))
 
 

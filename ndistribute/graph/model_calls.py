@@ -1,8 +1,8 @@
 """Layers and losses of models on tensors of graphs.
 
-A call is one operation, which has the arguments that made the layer or loss, and makes it again
+A call is one operation. It has the arguments that created the layer or loss, and creates it again
 where it runs. The weights of a layer are variables of the graph. A model, or a layer that a program
-defines, computes as ever, and so calls its layers on tensors.
+defines, runs its own `call`, which calls its layers on tensors.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _IN_TRAINING = layers.Dropout, layers.GaussianNoise, layers.BatchNormalization
 
 
 def call_in_graph(called: Any, args: Sequence[Any], training: bool = False, **options: Any) -> Any:
-    """Return what a layer or a loss computes of tensors; NotImplemented: it calls others on them.
+    """Return the result of a layer or loss for tensors; NotImplemented: it calls other layers.
 
     Raises:
-        ValueError: it does more than compute, has layers although it is none of a program, or has
-            variables of another graph.
+        ValueError: it does more than compute, it has layers although a program does not define it,
+            or it has variables of another graph.
     """
     if isinstance(called, losses.Loss):
         return _loss(called, *args, **options)
@@ -70,10 +70,10 @@ def _holder(called: Any) -> Any:
 
 
 def build_in_graph(layer: Any, args: Sequence[Any], new_variable: Any) -> None:
-    """Let the weights of a layer be what a function returns.
+    """Build a layer whose weights a function creates.
 
-    Its arguments are the name, the shape, the initial value or a function of the shape and the
-    dtype that returns it, whether optimizers change the weight, and the dtype.
+    The function gets the name; the shape; the initial value, or a function of shape and dtype that
+    returns it; whether optimizers change the weight; and the dtype.
     """
     for attribute, held in [*vars(layer).items()]:  # It was built for an `input_shape`.
         if isinstance(held, Variable):
@@ -98,13 +98,13 @@ def _new_variable(name: str, shape: Any, make: Any, trainable: bool, dtype: Any,
 
 
 def _loss(loss: losses.Loss, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-    """Return a loss, reduced as it says; the mean is that over the examples of this graph."""
+    """Return a loss with its reduction; a mean is over the examples of this graph."""
     labels = as_tensor(y_true)
     if hasattr(losses, type(loss).__name__):
         of_each = copy.copy(loss)
         of_each._arguments = (), loss.get_config() | {"reduction": "none"}
         values = _operation(of_each, (labels, y_pred), {}, {"sample_weight": sample_weight})
-    else:  # It is one of a program.
+    else:  # A program defines this loss.
         values = loss.call(labels, y_pred) * (1 if sample_weight is None else sample_weight)
     if loss.reduction == "none":
         return values
@@ -117,7 +117,7 @@ def _operation(called: Any, args: Sequence[Any], weights: Any, options: Any) -> 
 
 
 def _call(made: str, names: list[Any], weights: list[Any], args: list[Any], **options: Any) -> Any:
-    """Return what a layer with weights, or a loss, computes of arrays."""
+    """Return the result of a layer with weights, or of a loss, for arrays."""
     called = copy.copy(_made(made))
     if _holder(called) is not called:
         called.cell, called.built = copy.copy(called.cell), True

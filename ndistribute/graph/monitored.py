@@ -1,6 +1,6 @@
 """`MonitoredTrainingSession`: it initialises or restores, calls hooks, and recovers.
 
-`Scaffold` has the operations of a training, `Coordinator` the threads that stop with it.
+`Scaffold` has the operations that start, save and restore; `Coordinator` stops threads together.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ from ndistribute.timers import UNSET, Attempts, steps_or_seconds
 T = TypeVar("T")
 _RECOVERABLE = (errors.AbortedError, errors.UnavailableError)
 _POLL_SECONDS = 0.2
-_SILENT_SECONDS = 10.0  # A mistyped address should not be waited for without a word.
+_SILENT_SECONDS = 10.0  # The log tells about the wait, because the address may be mistyped.
 _log = logging.getLogger("ndistribute")
 
 
 @dataclass(eq=False)
 class Scaffold:
-    """The operations by which a training starts, saves and reports.
+    """The operations with which a session initialises, restores, saves and reports.
 
     Args:
-        init_op: gives variables their first values; None: that of the global variables.
-        init_feed_dict: what to feed to it.
-        init_fn: called as ``init_fn(scaffold, session)`` after it.
-        ready_op: a boolean tensor, or names of variables without a value: ready means all True,
-            or none; None: whether all variables have values.
-        local_init_op: run by each worker; None: that of the local variables.
-        summary_op: the summary to write; None: that of all summaries.
-        saver: saves and restores; None: one for the global variables.
-        ready_for_local_init_op: tells, as `ready_op` does, when `local_init_op` can run; None:
-            whether the global variables have values.
+        init_op: the operation that initialises variables; None: that of the global variables.
+        init_feed_dict: the values to feed to `init_op`.
+        init_fn: called as ``init_fn(scaffold, session)`` after `init_op`.
+        ready_op: a boolean tensor, which is all True when the variables are ready; or a tensor of
+            the names of variables without a value, which is then empty. None: all variables have
+            values.
+        local_init_op: the operation that each worker runs; None: that of the local variables.
+        summary_op: the summary to write; None: all summaries.
+        saver: the `Saver`; None: a saver for the global variables.
+        ready_for_local_init_op: like `ready_op`, but tells when `local_init_op` can run; None: the
+            global variables have values.
     """
 
     init_op: Any = None
@@ -66,9 +67,9 @@ class Scaffold:
     """By target: the job whose servers the training uses."""
 
     def finalize(self) -> Self:
-        """Make what was not given, and the graph read-only; return the scaffold.
+        """Create the missing operations, make the graph read-only, and return the scaffold.
 
-        What a finalized graph lacks is that of its first scaffold.
+        If the graph is already read-only, the missing operations are those of its first scaffold.
         """
         graph = get_default_graph()
         earlier = graph.get_collection_ref(h.SCAFFOLD)
@@ -95,10 +96,10 @@ class Scaffold:
 
 
 class Coordinator:
-    """Lets threads stop together: when one asks for it, or fails.
+    """A coordinator that stops threads together, when one of them asks for it or fails.
 
     Args:
-        clean_stop_exception_types: exceptions that end the work, but are no failures; None: the
+        clean_stop_exception_types: exceptions that end the work without being failures; None: the
             end of the input, `OutOfRangeError` and `StopIteration`.
 
     >>> coordinator = Coordinator()
@@ -126,9 +127,9 @@ class Coordinator:
         return self._stop.is_set()
 
     def request_stop(self, ex: Any = None) -> None:
-        """Ask all threads to stop; `join` raises the first exception that was given here.
+        """Ask all threads to stop; `join` raises the first exception that was passed here.
 
-        It may also be given as the result of `sys.exc_info`.
+        `ex` may also be a result of `sys.exc_info`.
         """
         ex = ex[1] if isinstance(ex, tuple) else ex
         with self._lock:
@@ -163,16 +164,17 @@ class Coordinator:
         stop_grace_period_secs: float = 120.0,
         ignore_live_threads: bool = False,
     ) -> None:
-        """Wait until a stop is asked for or all threads have ended, and for the threads then.
+        """Wait until a stop is requested or all threads have ended; then wait for the threads.
 
         Args:
-            threads: threads to wait for, beside those that were registered.
-            stop_grace_period_secs: the time for them to end after the request.
-            ignore_live_threads: whether threads that are still alive then are no error.
+            threads: threads to wait for, in addition to the registered threads.
+            stop_grace_period_secs: the seconds that threads have to end after the request.
+            ignore_live_threads: whether to ignore threads that are still alive then, instead of
+                raising.
 
         Raises:
             RuntimeError: a thread did not end in time.
-            Exception: what a thread passed to `request_stop`.
+            Exception: the exception that a thread passed to `request_stop`.
         """
         waited = [*self._threads, *(threads or [])]
         while any(thread.is_alive() for thread in waited) and not self._stop.wait(0.1):
@@ -197,7 +199,7 @@ def is_ready(session: Session, ready_op: Any) -> bool:
 
 
 def retried(make: Callable[[], T], max_wait_secs: float) -> T:
-    """Return what a function returns; tasks that fail meanwhile may come back until a deadline."""
+    """Return a function's result; if tasks fail meanwhile, call it again until a deadline."""
     attempts, is_silent = Attempts(time.monotonic() + max_wait_secs, _POLL_SECONDS), True
     for left in attempts:
         try:
@@ -222,12 +224,13 @@ def open_session(
 ) -> Session:
     """Return a session whose variables have values.
 
-    The chief gives them those of the last checkpoint of a folder, or the first; a session that is
-    recovered keeps what they have. Others wait for the chief, and all for tasks that come back.
+    The chief restores the last checkpoint of a folder, or initialises the variables. In a recovered
+    session, variables keep the values that they have. The other workers wait for the chief, and all
+    wait for tasks that come back.
 
     Raises:
         FailedPreconditionError: a variable has no value afterwards.
-        DeadlineExceededError: the chief has not given them values within `max_wait_secs`.
+        DeadlineExceededError: the chief has not initialised them within `max_wait_secs`.
     """
 
     def attempt() -> Session:
@@ -283,24 +286,25 @@ def _restore_or_initialize(
 class MonitoredTrainingSession:
     """A session that initialises or restores the model, calls hooks, and recovers.
 
-    The chief gives variables their values, those of the last checkpoint if there is one; others
-    wait for it. If a task fails or is restarted, `run` makes a new session, restores the last
-    checkpoint, and goes on. Use it in a ``with`` block; the graph is final in it.
+    The chief restores the last checkpoint, or initialises the variables if there is none. The other
+    workers wait for it. If a task fails or is restarted, `run` creates a new session, restores the
+    last checkpoint and continues. Use the session in a ``with`` block; the graph is read-only in
+    it.
 
     Args:
         master: the address of the server to use; empty: this process.
-        is_chief: whether this is the process that initialises, saves and writes summaries.
-        checkpoint_dir: the folder of checkpoints and summaries; None: none.
+        is_chief: whether this process initialises variables, saves, and writes summaries.
+        checkpoint_dir: the folder of checkpoints and summaries; None: write no files.
         scaffold: the operations to use; None: a new `Scaffold`.
         hooks: hooks to call.
         chief_only_hooks: hooks to call if this is the chief.
-        save_checkpoint_secs: seconds between checkpoints; 600 if neither this nor
-            `save_checkpoint_steps` is given; None or 0: none.
-        save_summaries_steps: steps between summaries; 100 if neither this nor
-            `save_summaries_secs` is given; None or 0: none.
+        save_checkpoint_secs: seconds between checkpoints; 600 if you pass neither this nor
+            `save_checkpoint_steps`; None or 0: none.
+        save_summaries_steps: steps between summaries; 100 if you pass neither this nor
+            `save_summaries_secs`; None or 0: none.
         save_summaries_secs: seconds between summaries; None or 0: none.
         config: a `ConfigProto`.
-        stop_grace_period_secs: the time for threads to end.
+        stop_grace_period_secs: the seconds that threads have to end.
         log_step_count_steps: steps between reports of the speed; None: no reports.
         max_wait_secs: how long to wait for the chief, and for tasks that come back.
         save_checkpoint_steps: steps between checkpoints.
@@ -371,7 +375,7 @@ class MonitoredTrainingSession:
     def run(
         self, fetches: Any, feed_dict: Any = None, options: Any = None, run_metadata: Any = None
     ) -> Any:
-        """Run a step with what the hooks add to it, and return the values; see `Session.run`.
+        """Run a step with the additions of the hooks, and return the values; see `Session.run`.
 
         Raises:
             RuntimeError: the session was closed.
@@ -397,7 +401,7 @@ class MonitoredTrainingSession:
         return retried(run, self._max_wait) if self._target else work()
 
     def run_step_fn(self, step_fn: Callable[..., Any]) -> Any:
-        """Return the result of a function of an object with a `session` and `request_stop`."""
+        """Call a function with an object with `session` and `request_stop`; return its result."""
 
         def run() -> Any:
             context: Any = h.SessionRunContext(h.SessionRunArgs(None), self._session)
@@ -414,7 +418,7 @@ class MonitoredTrainingSession:
         return self.coordinator.should_stop()
 
     def close(self) -> None:
-        """Call the hooks' `end`, and end the session; a second call does nothing."""
+        """Call the hooks' `end`, and close the session; a second call does nothing."""
         try:
             if self._session is not None:
                 self.coordinator.request_stop()
@@ -469,7 +473,7 @@ class MonitoredTrainingSession:
             raise
 
     def _abandon(self) -> None:
-        """End the session without the hooks' `end`."""
+        """Close the session without calling the hooks' `end`."""
         self.coordinator.request_stop()
         self._drop()
         for hook in self._hooks:

@@ -1,4 +1,4 @@
-"""`ExponentialMovingAverage`: smooth values of variables and tensors."""
+"""`ExponentialMovingAverage`: moving averages of variables and tensors."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ndistribute.graph.variables import GraphVariable, global_variables, trainab
 
 @dataclass(eq=False)
 class ExponentialMovingAverage:
-    """Keep averages of values: each update moves them by ``(1 - decay) * (value - average)``.
+    """Moving averages; each update moves them by ``(1 - decay) * (value - average)``.
 
     The average of a variable begins with its initial value. That of a tensor begins with 0.
 
     Args:
         decay: between 0 and 1; near 1, the average changes slowly.
-        num_updates: the number of updates so far, with which the decay grows: it is at most
-            ``(1 + num_updates) / (10 + num_updates)``; None: the decay is always the same.
+        num_updates: the number of updates so far. It limits the decay to ``(1 + num_updates) / (10
+            + num_updates)``, so averages move faster at first. None: the decay is constant.
         name: the last part of the names of the averages.
 
     >>> from ndistribute.graph.graph import Graph
@@ -45,7 +45,7 @@ class ExponentialMovingAverage:
     _averages: dict[Any, GraphVariable] = field(default_factory=dict, init=False)
 
     def apply(self, var_list: Sequence[Any] | None = None) -> Operation:
-        """Return an operation that updates the averages, which are made at the first call.
+        """Return an operation that updates the averages; the first call creates them.
 
         Args:
             var_list: variables and tensors; None: the trainable variables.
@@ -75,10 +75,10 @@ class ExponentialMovingAverage:
     def variables_to_restore(
         self, moving_avg_variables: Sequence[GraphVariable] | None = None
     ) -> dict[str, GraphVariable]:
-        """Return what a `Saver` needs to read the averages into the variables themselves.
+        """Return a mapping with which a `Saver` restores averages into the variables themselves.
 
         Args:
-            moving_avg_variables: the variables with averages; None: the trainable ones.
+            moving_avg_variables: the variables with averages; None: the trainable variables.
         """
         chosen = trainable_variables() if moving_avg_variables is None else moving_avg_variables
         kept = {self.average_name(variable): variable for variable in chosen}

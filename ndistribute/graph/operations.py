@@ -1,4 +1,4 @@
-"""The functions that make operations, beside those of NumPy."""
+"""Functions that make operations, in addition to NumPy's functions."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ def constant(value: Any, dtype: Any = None, shape: Any = None, name: str = "cons
 
     Args:
         value: an array, a number, a string, or a nested list of these.
-        dtype: the dtype; None: float32 for Python floats, int32 for Python integers, else its own.
-        shape: the shape to broadcast a scalar to, or to give to the elements; None: its own.
+        dtype: the dtype; None: float32 for Python floats, int32 for Python integers, otherwise the
+            dtype of the value.
+        shape: the shape to which to broadcast a scalar or reshape the elements; None: the value's
+            shape.
         name: its name in the current scope.
     """
     array = np.asarray(narrowed(value) if dtype is None else value, dtype)
@@ -54,9 +56,9 @@ def stop_gradient(value: Any, name: str = "stop_gradient") -> Tensor:
 
 
 def group(*operations: Any, name: str = "group") -> Operation:
-    """Return an operation that is done when others are done.
+    """Return an operation that ends when other operations have ended.
 
-    A task tells another one once that all of its operations are done.
+    Each task sends one message when all of its operations have ended.
     """
     of_device: dict[str, list[Any]] = {}
     for operation in tree.flatten(list(operations)):
@@ -76,15 +78,15 @@ def group(*operations: Any, name: str = "group") -> Operation:
 def py_function(
     function: Callable[..., Any], inputs: Sequence[Any], outputs: int = 1, name: str = "py_function"
 ) -> Any:
-    """Return the result of a Python function of arrays, which is called in this process.
+    """Return a tensor whose value a Python function computes from arrays, in this process.
 
-    A session without a target runs it, and one whose target is a server of this process, on the
-    task of that server. For gradients the result is a constant.
+    Only two kinds of sessions can run it: a session without a target, and a session whose target is
+    a server of this process, on the task of that server. For gradients the result is a constant.
 
     Args:
         function: takes the values of the inputs as arrays; returns an array, or a sequence of them.
         inputs: tensors.
-        outputs: the number of its results; with 0, the operation is returned.
+        outputs: the number of its results; with 0, `py_function` returns the operation.
         name: its name in the current scope.
     """
     op = get_default_graph().add("py_function", inputs, name=name, outputs=outputs)
@@ -101,7 +103,7 @@ def random_normal(
     seed: int | None = None,
     name: str = "random_normal",
 ) -> Tensor:
-    """Return normal random numbers, others in each run of a session."""
+    """Return normal random numbers, which differ in each run of a session."""
     return _random("normal", shape, mean, stddev, dtype, seed, name)
 
 
@@ -113,7 +115,7 @@ def truncated_normal(
     seed: int | None = None,
     name: str = "truncated_normal",
 ) -> Tensor:
-    """Return normal random numbers of at most two standard deviations from the mean."""
+    """Return normal random numbers within two standard deviations of the mean."""
     return _random("truncated_normal", shape, mean, stddev, dtype, seed, name)
 
 
@@ -125,7 +127,7 @@ def random_uniform(
     seed: int | None = None,
     name: str = "random_uniform",
 ) -> Tensor:
-    """Return uniform random numbers from `minval` up to, not including, `maxval`."""
+    """Return uniform random numbers from `minval` to `maxval`, which is excluded."""
     return _random("uniform", shape, minval, maxval, dtype, seed, name)
 
 
@@ -159,10 +161,10 @@ def _random(
 def cond(
     condition: Any, true_fn: Callable[[], Any], false_fn: Callable[[], Any], name: str = "cond"
 ) -> Any:
-    """Return the results of one of two functions, of which only that one is run.
+    """Return the results of one of two functions; the other function does not run.
 
-    The functions use tensors of the graph around them, and return the same number of tensors. They
-    run on one device.
+    The functions may use tensors of the graph around them. Both return the same number of tensors,
+    and run on one device.
 
     >>> from ndistribute.graph.session import Session
     >>> x = placeholder(np.float64)
@@ -194,15 +196,15 @@ def while_loop(
     maximum_iterations: int | None = None,
     name: str = "while",
 ) -> Any:
-    """Return the loop variables after a body has run as long as a condition holds.
+    """Return the loop variables after running a body as long as a condition holds.
 
-    In the body they are known to have the shapes of the first values.
+    In the body they have the shapes of the first values.
 
     Args:
         condition: a function of the loop variables that returns a boolean tensor.
         body: a function of the loop variables that returns their next values.
         loop_vars: the first values.
-        maximum_iterations: the most runs of the body; None: no limit.
+        maximum_iterations: the largest number of runs of the body; None: no limit.
         name: its name in the current scope.
 
     >>> from ndistribute.graph.session import Session
@@ -248,7 +250,7 @@ def _as_result(value: Any) -> Tensor:
 
 
 class _Traced(Graph):
-    """The graph of a function of tensors, which takes tensors of the graph around it as inputs.
+    """The graph of a function of tensors; tensors of the graph around it become its inputs.
 
     Functions that are traced with the same list `captured` have the same inputs.
     """

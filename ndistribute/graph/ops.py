@@ -1,8 +1,8 @@
-"""`Op`: what computes the operations of a type, and all facts about them, in one place.
+"""`Op`: the kernel of an operation type, and all facts about the type, in one place.
 
-`kernel` registers a kernel with its facts. Those of functions come from the table of functions and
-from the derivative rules, which tapes use too. No other file knows types of operations by name, but
-for those that make a graph what it is: gradients, groups, and the ends of cuts between tasks.
+`kernel` registers a kernel with its facts. The facts of functions come from the table of functions
+and from the derivative rules, which tapes use too. Other files know only a few types by name:
+gradients, groups, and the ends of cuts between tasks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Kernel = Callable[["Step", "Node", Sequence[Any]], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """What computes the operations of a type, and what is so for all of them."""
+    """The kernel of the operations of a type, and the facts that hold for all of them."""
 
     kernel: Kernel | None = None
     """Computes the results from the step, the node and its inputs; None: `function` does."""
@@ -57,7 +57,7 @@ def kernel(*types: str, **facts: Any) -> Callable[[Kernel], Kernel]:
     """Return a decorator that makes a function the kernel of operation types.
 
     Args:
-        types: the types, whose facts are the same.
+        types: the types, which share the facts.
         facts: the facts, by their names in `Op`.
     """
 

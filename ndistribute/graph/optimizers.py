@@ -1,9 +1,9 @@
-"""Optimizers of graph programs, operations that update variables where these are; rates that decay.
+"""Optimizers of graph programs, which update variables on their tasks, and decaying rates.
 
-An optimizer of strategies makes such operations for the loss of a graph. Those with the names of
-TensorFlow 1 are a rule, other defaults, and where slots begin. If the replicas of a strategy run
-copies of a graph at the same time, these meet where gradients are applied: the collective is that
-of the replica whose thread runs the step.
+For the loss of a graph, an optimizer of `nd.optimizers` makes such operations too. The optimizers
+with the names of TensorFlow 1 have a rule, other defaults, and initial values of slots. If the
+replicas of a strategy run copies of a graph at the same time, they combine their gradients where
+these are applied. Each step uses the collectives of the replica whose thread runs it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class GraphOptimizer:
     """The base class of the optimizers of graphs.
 
     Args:
-        rule: the arithmetic of the update.
+        rule: the `Rule`, which computes the update.
         learning_rate: a number, a tensor, or a function of the step that returns one.
-        name: the name of its operations, and the middle of those of its slots.
-        bound: the kind and the size of a bound of gradients; None: they are not clipped.
+        name: the name of its operations, and the middle part of the names of its slots.
+        bound: the kind and the size of a bound of gradients; None: no clipping.
     """
 
     _starts: ClassVar[Mapping[str, float]] = {}
@@ -65,10 +65,10 @@ class GraphOptimizer:
         name: str | None = None,
         grad_loss: Any = None,
     ) -> Operation:
-        """Return the operation of a training step: gradients of a loss, and their application.
+        """Return the operation of a training step: it applies the gradients of a loss.
 
         Args:
-            loss: the tensor to make small.
+            loss: the tensor to minimise.
             global_step: a variable to increment by 1 after the update; or None.
             var_list: the variables to update; None: the trainable ones of the graph.
             name: the operation's name; None: that of the optimizer.
@@ -84,7 +84,7 @@ class GraphOptimizer:
     def compute_gradients(
         self, loss: Tensor, var_list: Sequence[GraphVariable] | None = None, grad_loss: Any = None
     ) -> list[tuple[Any, GraphVariable]]:
-        """Return pairs of a gradient and a variable; None for one that has none."""
+        """Return pairs of a gradient and a variable; the gradient is None if there is none."""
         with loss.graph.as_default():
             variables = list(trainable_variables() if var_list is None else var_list)
         return list(zip(gradients(loss, variables, grad_loss), variables, strict=True))
@@ -137,7 +137,7 @@ class GraphOptimizer:
         """Return the learning rate of a step, a number or a tensor.
 
         Raises:
-            ValueError: it is a function of the step, and there is no `global_step`.
+            ValueError: the rate is a function of the step, and there is no `global_step`.
         """
         rate = self._learning_rate
         if not callable(rate):
@@ -202,10 +202,10 @@ class GraphOptimizer:
 
 
 def in_graph(optimizer: Any) -> GraphOptimizer:
-    """Return what updates variables of graphs by an optimizer, which may be one of strategies.
+    """Return the graph optimizer for an optimizer, which may be one of `nd.optimizers`.
 
     Raises:
-        TypeError: it is none, or one around another one.
+        TypeError: it is not an optimizer, or it is a wrapper around an optimizer.
     """
     if isinstance(optimizer, GraphOptimizer):
         return optimizer
@@ -220,13 +220,13 @@ def in_graph(optimizer: Any) -> GraphOptimizer:
 
 
 class OptimizerOfScopes(GraphOptimizer):
-    """Updates the variables of each scope of names by an optimizer of its own, in one step.
+    """An optimizer that updates the variables of each name scope by another optimizer, in one step.
 
     Args:
         optimizers: the optimizers by the first part of the variables' names.
 
     Raises:
-        ValueError: one of them clips gradients, which it would do to its own alone.
+        ValueError: one of them clips gradients: it would clip only its own.
     """
 
     def __init__(self, optimizers: Mapping[str, Any]) -> None:
@@ -236,7 +236,7 @@ class OptimizerOfScopes(GraphOptimizer):
         super().__init__(algorithms.SGDRule(), 0.0, "scopes")
 
     def rate_at(self, global_step: GlobalStep) -> Any:
-        """Return the step, with which `add_update` asks each optimizer for its rate."""
+        """Return the step; `add_update` asks each optimizer for its rate at this step."""
         return global_step
 
     def add_update(
@@ -276,11 +276,11 @@ class GradientDescentOptimizer(GraphOptimizer):
 class MomentumOptimizer(GraphOptimizer):
     """Gradient descent with momentum: the step is the rate times a sum of gradients.
 
-    Where only rows of a variable were read, the others and their sums stay.
+    If only rows of a variable were read, the other rows and their sums do not change.
 
     Args:
         learning_rate: a number or a tensor.
-        momentum: the part of the last sum that is kept.
+        momentum: the share of the last sum that each step keeps.
         use_locking: ignored: updates always hold the variable's lock.
         name: see `GraphOptimizer`.
         use_nesterov: whether to use Nesterov's correction.
@@ -303,7 +303,7 @@ class AdagradOptimizer(GraphOptimizer):
     """Adagrad, which divides by the root of the sum of the squares of gradients (Duchi, 2011).
 
     Raises:
-        ValueError: the sum does not begin above 0, without which a gradient of 0 has no step.
+        ValueError: the initial sum is not above 0: a gradient of 0 would be divided by 0.
     """
 
     def __init__(
@@ -322,8 +322,8 @@ class AdagradOptimizer(GraphOptimizer):
 class RMSPropOptimizer(GraphOptimizer):
     """RMSProp, which divides by the root of a moving mean of squared gradients (Hinton, 2012).
 
-    The mean begins at 1, so the first steps are small. Where only rows of a variable were read, the
-    others and their means stay.
+    The mean begins at 1, so the first steps are small. If only rows of a variable were read, the
+    other rows and their means do not change.
     """
 
     _starts: ClassVar = {"square": 1.0}
@@ -388,10 +388,10 @@ def exponential_decay(
 def piecewise_constant(
     x: Any, boundaries: Sequence[float], values: Sequence[float], name: str = "PiecewiseConstant"
 ) -> Any:
-    """Return ``values[k]`` as a tensor, with the number `k` of boundaries that are less than `x`.
+    """Return ``values[k]`` as a tensor, where k is the number of boundaries less than `x`.
 
     Raises:
-        ValueError: there is not one value more than boundaries.
+        ValueError: the number of values is not the number of boundaries plus 1.
 
     >>> from ndistribute.graph.session import Session
     >>> float(Session().run(piecewise_constant(7, [5, 10], [1.0, 0.5, 0.1])))
@@ -411,7 +411,8 @@ def polynomial_decay(
 ) -> Any:
     """Return a rate that falls to `end_learning_rate` in `decay_steps`, and stays there.
 
-    With `cycle` it jumps up instead, and falls in twice, three times as many steps and so on.
+    With `cycle` it jumps up instead and falls again, with the last rate at 2, 3, ... times
+    `decay_steps`.
 
     >>> from ndistribute.graph.session import Session
     >>> float(Session().run(polynomial_decay(1.0, 5, 10, 0.0)))
@@ -442,7 +443,7 @@ def with_gradients(pairs: Pairs) -> Pairs:
 
 
 def _together(kind: str, gradients: Sequence[Any], **attributes: Any) -> tuple[Tensor, ...]:
-    """Return what one operation makes of all gradients, of the same shapes and dtypes."""
+    """Return the results of one operation on all gradients, with their shapes and dtypes."""
     graph = get_default_graph()
     changed = graph.add(kind, gradients, outputs=len(gradients), attributes=attributes).outputs
     for after, before in zip(changed, gradients, strict=True):

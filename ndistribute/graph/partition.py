@@ -1,4 +1,4 @@
-"""Which operations a step needs, and which task runs which of them: pure functions."""
+"""Pure functions that choose the operations of a step and cut them by task."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Part:
 
 
 def needs(definition: OperationDef, fed: set[str]) -> list[str]:
-    """Return the names of the operations that run before one."""
+    """Return the names of the operations that run before an operation."""
     inputs = [name.rpartition(":")[0] for name in definition.inputs if name not in fed]
     controls = [name for name in definition.controls if f"{name}:0" not in fed]
     of = [_gradient_of(definition)] if definition.kind == "gradient" else []
@@ -34,13 +34,13 @@ def pruned(
     targets: Sequence[str],
     feeds: Sequence[str],
 ) -> list[OperationDef]:
-    """Return the operations that a step needs, each one after those that it needs itself.
+    """Return the operations that a step needs, each after the operations that it needs itself.
 
     Args:
         definitions: all operations by name.
         fetches: names of tensors to compute.
         targets: names of operations to run.
-        feeds: names of tensors whose values are given.
+        feeds: names of tensors whose values each step gets.
 
     Raises:
         InvalidArgumentError: an operation is missing, or needs itself.
@@ -60,7 +60,7 @@ def pruned(
 
 
 def in_order(definitions: Sequence[OperationDef], fed: set[str]) -> list[OperationDef]:
-    """Return the operations with each one after those that it needs.
+    """Return the operations in an order in which each comes after those that it needs.
 
     Raises:
         InvalidArgumentError: an input is not there, or an operation needs itself.
@@ -128,13 +128,13 @@ def cut(
 ) -> dict[str, Part]:
     """Return the part of each task, with operations that send and receive at the cuts.
 
-    A value goes once from its task to each task that uses it, however many operations do.
+    A value goes once from its task to each task that uses it, even if many operations use it.
 
     Args:
         operations: the operations of a step.
         tasks: the task of each operation.
         fetches: names of tensors to return.
-        feeds: names of tensors whose values are given.
+        feeds: names of tensors whose values each step gets.
     """
     parts: dict[str, Part] = {}
     fed, moved = set(feeds), set()
@@ -186,9 +186,9 @@ def cut(
 def _with_free_ends(
     operations: Sequence[OperationDef], tasks: Mapping[str, str], fed: set[str]
 ) -> Iterator[OperationDef]:
-    """Yield the operations, of which a group at the end of a step waits for its own task alone.
+    """Yield the operations; a group at the end of a step waits only for its own task.
 
-    The step ends when all tasks have told that their operations are done.
+    The step ends when all tasks have reported that their operations have ended.
     """
     awaited = {name for op in operations for name in needs(op, fed)}
     for op in operations:

@@ -1,8 +1,8 @@
 """Devices of operations: their names in a cluster, and the devices of one task.
 
-The names are TensorFlow's: ``/job:ps/task:0/device:GPU:1``, of which any part may be missing. An
-operation without a device computes on the GPU of its first input that is on one, else on the CPU.
-It gets its inputs where it computes, and leaves its results there.
+The names are TensorFlow's: ``/job:ps/task:0/device:GPU:1``. Any part may be missing. An operation
+without a device computes on the GPU of its first input that is on a GPU, otherwise on the CPU. Its
+inputs are moved to this device, and its results stay there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RunOnDevice = Callable[[Callable[[Sequence[Any]], Any], Sequence[Any], Sequence[
 
 @functools.lru_cache(1024)
 def merge_device(inner: str, outer: str) -> str:
-    """Return a device's name with the parts of `inner`, and those of `outer` that it lacks.
+    """Return a device's name with the parts of `inner`; parts that it lacks come from `outer`.
 
     >>> merge_device("/task:1", "/job:ps/task:0/device:CPU:0")
     '/job:ps/task:1/device:CPU:0'
@@ -49,8 +49,8 @@ def task_of(operation: Any, tasks: Mapping[str, str], default: str, *, soft: boo
     Args:
         operation: an `Operation` or its definition; any part of its device may be missing.
         tasks: the addresses of all tasks, by name.
-        default: the task for a device without a job or, if it is of that job, without a task.
-        soft: whether the default task replaces one that does not exist.
+        default: the task for a device without a job, or with this task's job but without a task.
+        soft: whether the default task replaces a task that does not exist.
 
     Raises:
         InvalidArgumentError: no such task exists.
@@ -75,12 +75,12 @@ def task_of(operation: Any, tasks: Mapping[str, str], default: str, *, soft: boo
 
 
 def run_on_device(name: str, soft: bool, on_cpu: bool = False) -> RunOnDevice | None:
-    """Return what runs an operation on its device; None if all values are in host memory.
+    """Return a function that runs an operation on its device; None if all values are on the host.
 
     Args:
-        name: a device's name, of which any part may be missing.
+        name: a device's name; any part may be missing.
         soft: whether the CPU replaces a GPU that does not exist.
-        on_cpu: whether it is on the CPU if its name does not say.
+        on_cpu: whether it is on the CPU if its name has no device.
 
     Raises:
         InvalidArgumentError: the device does not exist here.
@@ -104,7 +104,7 @@ def run_on_device(name: str, soft: bool, on_cpu: bool = False) -> RunOnDevice | 
 def _run_on(
     device: Device | None, compute: Callable[..., Any], inputs: Sequence[Any], near: Sequence[Any]
 ) -> Any:
-    """Return what a function of inputs computes on a device; None: where the values `near` are."""
+    """Return a function's result, computed on a device; None: where the values `near` are."""
     if device is None:
         arrays = (getattr(value, "values", value) for value in near)  # Of rows, their values.
         on_gpu = [array for array in arrays if is_device_array(array)]

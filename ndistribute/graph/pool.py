@@ -23,7 +23,8 @@ class ClientPool:
     """The clients of servers, by address.
 
     Args:
-        credentials: the secret of the job, and its identity; empty: that of the first server.
+        credentials: the secret and the identity of the job; an empty identity means that of the
+            first server.
         name: the name of these clients, ``job:index``.
         tasks: the names of the servers by address, for errors.
     """
@@ -48,14 +49,14 @@ class ClientPool:
         return client
 
     def close(self) -> None:
-        """Say good-bye to all servers; a second call does nothing."""
+        """Close the connections to all servers; a second call does nothing."""
         self._is_closed = True
         for client in list(self._clients.values()):
             client.close()
 
 
 class TaskClient(Client):
-    """The client of a server of graphs, whose errors are those of operations."""
+    """The client of a server of graphs; it raises the errors of operations."""
 
     failed = InvalidArgumentError
 

@@ -24,7 +24,7 @@ _NUMBERS = int | np.integer | np.ndarray
 
 
 class Saver:
-    """Save variables to files and restore them: each checkpoint whole or not at all, verified.
+    """A saver of variables to checkpoints, which are written atomically and verified when read.
 
     A checkpoint contains the variables by name, without the ``:0``. ``nd.Checkpoint(**variables)``
     with the same names reads it, and a saver reads checkpoints of `nd.Checkpoint`.
@@ -33,7 +33,8 @@ class Saver:
         var_list: the variables, or a mapping of the names in the files to variables; None: the
             global variables of the graph so far.
         max_to_keep: the number of checkpoints to keep; 0 or None: all.
-        keep_checkpoint_every_n_hours: each time that these have passed, one more is kept.
+        keep_checkpoint_every_n_hours: additionally keep one checkpoint for each period of this many
+            hours.
     """
 
     @accepting("name", "restore_sequentially", "save_relative_paths", "sharded", "write_version")
@@ -67,10 +68,10 @@ class Saver:
         """Write a checkpoint, and return its path for `restore`.
 
         Args:
-            sess: the session that has the values.
+            sess: the session in which the variables have their values.
             save_path: the beginning of the path.
             global_step: a number that is appended to the path after ``-``, or a variable or tensor
-                that has it; None: none, so a checkpoint replaces the one before.
+                with this number. None: no number, so each checkpoint replaces the one before.
 
         Raises:
             FailedPreconditionError: a variable has no value.
@@ -91,17 +92,17 @@ class Saver:
         return path
 
     def restore(self, sess: Any, save_path: str | os.PathLike[str]) -> None:
-        """Set the variables to what a checkpoint has.
+        """Set the variables to the values of a checkpoint.
 
         Args:
             sess: the session in which to set them.
-            save_path: the result of `save` or of `latest_checkpoint`, also of those of models.
+            save_path: a result of `save` or `latest_checkpoint`; it may also be of a model.
 
         Raises:
-            CheckpointCorruptError: it is damaged; the message names the file.
+            CheckpointCorruptError: the checkpoint is damaged; the message names the file.
             NotFoundError: there is no such checkpoint, or it lacks a variable.
-            InvalidArgumentError: a shape differs, or its dtype here cannot hold a value; nothing
-                has changed then.
+            InvalidArgumentError: a shape differs, or a variable's dtype cannot hold a value. No
+                variable has changed.
         """
         path = Path(save_path)
         folder, name = path.parent, path.name
@@ -113,11 +114,11 @@ class Saver:
     def restore_latest(self, sess: Any, directory: str | os.PathLike[str]) -> str | None:
         """Restore the newest checkpoint of a folder that is not damaged.
 
-        The checkpoints of the folder with the same name but for the step then count among those to
-        keep.
+        `max_to_keep` then also counts the checkpoints of the folder that have the same name with
+        another step.
 
         Returns:
-            Its path; None if the folder has none.
+            The path of the checkpoint; None if the folder has none.
 
         Raises:
             CheckpointCorruptError: there are checkpoints, and all are damaged.
@@ -137,12 +138,12 @@ class Saver:
         return self._retention.names
 
     def recover_last_checkpoints(self, checkpoint_paths: Sequence[str]) -> None:
-        """Count the checkpoints of an earlier process among those to keep, if they are there."""
+        """Let `max_to_keep` also count the checkpoints of an earlier process that still exist."""
         folders = {path: _folders(path) for path in checkpoint_paths}
         self._retention.count({path: each[-1] for path, each in folders.items() if each})
 
     def _load(self, sess: Any, path: str, saved: tensor_files.Saved) -> None:
-        """Set the variables to what a checkpoint has that was read from a path."""
+        """Set the variables to the values of a checkpoint that was read from a path."""
         missing = [name for name in self._values if name not in saved.tensors]
         if missing:
             raise NotFoundError(
@@ -185,12 +186,13 @@ def get_checkpoint_state(checkpoint_dir: str | os.PathLike[str]) -> CheckpointSt
 def init_from_checkpoint(
     ckpt_dir_or_file: str | os.PathLike[str], assignment_map: Mapping[str, Any]
 ) -> None:
-    """Let the initializers of variables take the values of a checkpoint.
+    """Make the initializers of variables assign the values of a checkpoint.
 
     Args:
-        ckpt_dir_or_file: a checkpoint, or the directory of several, of which the newest counts.
-        assignment_map: by name in the checkpoint, a variable or its name; by scope, which ends with
-            ``/``, another scope, of whose variables each gets the tensor of the rest of its name.
+        ckpt_dir_or_file: a checkpoint, or a directory, whose newest checkpoint is used.
+        assignment_map: a dict from names in the checkpoint to variables or their names. A key may
+            also be a scope, which ends with ``/``, with another scope as its value: each variable
+            of that scope gets the tensor with the same rest of the name.
 
     Raises:
         FileNotFoundError: there is no checkpoint.

@@ -26,7 +26,7 @@ _STORE = "variable store"
 
 @dataclass(eq=False)
 class VariableScope:
-    """What `get_variable` uses: a prefix of names, and defaults of its arguments."""
+    """A scope of `get_variable`: a prefix of names, and defaults of its arguments."""
 
     name: str = ""
     reuse: Any = None  # None and False: variables are new; True: they exist; AUTO_REUSE: either.
@@ -34,7 +34,7 @@ class VariableScope:
     inner: set[str] = field(default_factory=set)  # The names of the scopes that were made in it.
 
     def reuse_variables(self) -> None:
-        """Make `get_variable` return variables that exist already, up to the end of the scope."""
+        """Make `get_variable` return only existing variables, until the end of the scope."""
         self.reuse = True
 
 
@@ -59,10 +59,10 @@ def variable_scope(
     Args:
         name_or_scope: the prefix in the current scope, or a scope to enter again.
         default_name: the prefix if `name_or_scope` is None; a number makes it unique.
-        values: changes no result.
-        reuse: True: variables must exist already; `AUTO_REUSE`: they may; None or False: as
-            around.
-        initializer: the default initializer; None: as around.
+        values: has no effect.
+        reuse: True: variables must exist already; `AUTO_REUSE`: they may exist; None or False: as
+            in the outer scope.
+        initializer: the default initializer; None: as in the outer scope.
 
     >>> from ndistribute.graph.graph import Graph
     >>> with Graph().as_default(), variable_scope("layer", reuse=AUTO_REUSE):
@@ -102,22 +102,23 @@ def get_variable(
     collections: list[str] | None = None,
     regularizer: Callable[[Any], Any] | None = None,
 ) -> GraphVariable:
-    """Return a variable of a name, which the current scope creates or finds.
+    """Return the variable with a name; the current scope creates or reuses it.
 
     Args:
         name: its name in the scope.
         shape: its shape; None: that of the initializer's array.
-        dtype: its dtype; None: that of the initializer's array, else float32.
-        initializer: an array, a tensor, or a function of a shape and a dtype; None: that of the
-            scope, or uniform numbers after Glorot and Bengio (2010), and zeros for integers.
+        dtype: its dtype; None: that of the initializer's array, otherwise float32.
+        initializer: an array, a tensor, or a function of a shape and a dtype. None: the initializer
+            of the scope; without one, uniform numbers after Glorot and Bengio (2010), or zeros for
+            integers.
         trainable: whether optimizers change it by default.
         collections: the names of the collections to add it to; None: the global variables.
         regularizer: a function whose result for a new variable is added to the collection
             ``"regularization_losses"``.
 
     Raises:
-        ValueError: it exists although the scope does not reuse, or the other way round; or it has
-            another shape.
+        ValueError: the variable exists although the scope does not reuse, it does not exist
+            although the scope reuses, or it has another shape.
     """
     graph, scope = get_default_graph(), get_variable_scope()
     full = f"{scope.name}/{name}" if scope.name else name

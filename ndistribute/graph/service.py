@@ -1,8 +1,8 @@
-"""The server's side of graph programs: a task that runs parts of graphs, and a master of sessions.
+"""The server of graph programs, which runs parts of graphs and is the master of sessions.
 
-A session's master prunes a step's graph, places it and cuts it by task, registers each part once at
-its task, and then runs a step with one message for each task. Values go from task to task without
-the master. A step that fails anywhere is aborted everywhere.
+The master of a session prunes the graph of a step, places it and cuts it by task. It registers each
+part once at its task, and then runs a step with one message for each task. Values go directly from
+task to task. If a step fails in one task, all tasks abort it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from ndistribute.parameter_server.store_service import StoreService
 from ndistribute.task.server import ServedTask, TaskService
 from ndistribute.transport.rpc import ClientCount, Peer, PendingCall
 
-_ENDED = 4096  # Steps of which late values and aborts are dropped.
+_ENDED = 4096  # The number of ended steps whose late values and aborts are dropped.
 _REGISTER_SECONDS = 10.0
 _GIVE_UP_SECONDS = 1.0
-_WAIT_SECONDS = 0.02  # Between looks at several tasks.
+_WAIT_SECONDS = 0.02  # The time between looks at several tasks.
 _LOOK_SECONDS = 1.0  # Between looks at the client, while one task computes.
 _log = logging.getLogger("ndistribute")
 _here: dict[str, GraphService] = {}
@@ -61,7 +61,7 @@ Requester = Peer | SessionClient
 
 
 class GraphService(TaskService):
-    """Run graphs for clients, and parts of graphs for the masters of other tasks.
+    """A service that runs graphs for clients, and parts of graphs for the masters of other tasks.
 
     Args:
         served: the task, whose store keeps its variables if it has one.
@@ -128,7 +128,7 @@ class GraphService(TaskService):
         try:
             if isinstance(request, m.Deliver):
                 session = request.step.partition("/")[0]
-                if session in self._parts or session in self._sessions:  # Else it has ended.
+                if session in self._parts or session in self._sessions:  # Otherwise it has ended.
                     values = {key: unpack(value) for key, value in request.values.items()}
                     self.rendezvous.deliver(request.step, values)
                 return None
@@ -193,7 +193,7 @@ class GraphService(TaskService):
                 self._steps.pop(number, None)
 
     def end(self) -> None:
-        """End all steps, and say good-bye to the other tasks."""
+        """End all steps, and close the connections to the other tasks."""
         for address in [address for address, service in _here.items() if service is self]:
             del _here[address]
         with self._lock:
@@ -235,7 +235,7 @@ class GraphService(TaskService):
         return m.FetchedValues(self.run_plan(plan, request.step, values, check, math.inf))
 
     def _lose(self, name: str) -> None:
-        """Abort the steps that get values from a task whose connection broke: some may be lost."""
+        """Abort steps that get values from a task whose connection broke: values may be lost."""
         task = "/job:" + name.partition("#")[0].replace(":", "/task:")
         with self._lock:
             steps = list(self._steps.values())
@@ -308,7 +308,7 @@ class _MasterSession:
         self.has_ended = False
 
     def end(self) -> list[str]:
-        """Register no more parts, and return the other tasks that may have some."""
+        """Register no more parts, and return the other tasks that may have parts."""
         with self._lock:
             self.has_ended = True
             return list(self.others)
@@ -434,7 +434,7 @@ class _Running:
         return {}
 
     def _collect(self) -> None:
-        """Wait for the replies of the other tasks; after a failure, not for long."""
+        """Wait for the replies of the other tasks, but only briefly after a failure."""
         ends = None
         alone = len(self._pending) == 1 and self._ends == math.inf and self._failure is None
         while self._pending:
@@ -496,7 +496,7 @@ class _Running:
                 self._fail(reply)
 
     def _fail(self, failure: m.Failure) -> None:
-        """Keep the first failure, and tell it to the other tasks."""
+        """Keep the first failure, and send it to the other tasks."""
         if self._failure is not None:
             return
         self._failure = failure
@@ -578,7 +578,7 @@ class _Rendezvous:
                 del self._steps[step]
 
     def end(self, step: str, failure: m.Failure | None = None) -> None:
-        """Drop what belongs to a step and what still comes for it; it fails if it begins later."""
+        """Drop the values of a step, also later ones; the step fails if it begins later."""
         with self._lock:
             self._steps.pop(step, None)
             self._waiting.pop(step, None)

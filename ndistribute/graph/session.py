@@ -41,7 +41,7 @@ _log = logging.getLogger("ndistribute")
 
 @dataclass(slots=True, kw_only=True)
 class GPUOptions:
-    """What `ConfigProto.gpu_options` may say: that a GPU's memory is allocated as it is needed."""
+    """The value of `ConfigProto.gpu_options`: a GPU's memory is allocated as it is needed."""
 
     allow_growth: bool = True
 
@@ -52,13 +52,13 @@ class ConfigProto:
 
     Args:
         allow_soft_placement: whether an operation whose device does not exist in its task runs on
-            the task's CPU; else it is an error.
+            the task's CPU. If False, it raises an error.
         log_device_placement: whether to log where operations run.
-        operation_timeout_in_ms: the most milliseconds that a step may take; 0: no limit.
-        device_filters: changes nothing: a session uses only tasks on which operations are placed.
-        gpu_options: changes nothing: memory of a GPU is always allocated as it is needed.
-        inter_op_parallelism_threads: changes nothing: operations get the threads that they need.
-        intra_op_parallelism_threads: changes nothing: set ``OMP_NUM_THREADS`` before the start.
+        operation_timeout_in_ms: the timeout of a step in milliseconds; 0: no limit.
+        device_filters: has no effect: a session uses only tasks on which operations are placed.
+        gpu_options: has no effect: memory of a GPU is always allocated as it is needed.
+        inter_op_parallelism_threads: has no effect: operations get the threads that they need.
+        intra_op_parallelism_threads: has no effect: set ``OMP_NUM_THREADS`` before the start.
 
     >>> ConfigProto(allow_soft_placement=True).operation_timeout_in_ms
     0
@@ -77,7 +77,7 @@ class RunOptions:
     """The options of a run, under the names of `tf.compat.v1.RunOptions`.
 
     Args:
-        timeout_in_ms: the most milliseconds that the run may take; 0: as the session says.
+        timeout_in_ms: the timeout of the run in milliseconds; 0: the timeout of the session.
     """
 
     NO_TRACE, SOFTWARE_TRACE, HARDWARE_TRACE, FULL_TRACE = range(4)
@@ -88,14 +88,14 @@ class RunOptions:
 
 
 class Session:
-    """Run operations of a graph, and return the values of tensors.
+    """A session, which runs operations of a graph and returns the values of tensors.
 
     Args:
         target: the address of the server that runs the graph, ``host:port``; empty: this process.
         graph: the graph to run; None: the default graph.
         config: see `ConfigProto`.
-        job: the identity of the job whose servers to use; empty: ``NDISTRIBUTE_JOB_ID``, or else
-            that of the server to which the session connects first.
+        job: the identity of the job whose servers to use; empty: ``NDISTRIBUTE_JOB_ID``, or if this
+            is not set, the identity of the first server to which the session connects.
 
     >>> from ndistribute.graph.operations import placeholder
     >>> with Graph().as_default(), Session() as session:
@@ -122,11 +122,11 @@ class Session:
         options: RunOptions | None = None,
         run_metadata: Any = None,
     ) -> Any:
-        """Run what fetches need, and return their values.
+        """Run the operations that the fetches need, and return the values of the fetches.
 
         Args:
             fetches: a nest of tensors, variables, operations, and names of tensors or operations.
-            feed_dict: values to use for tensors, in place of what their operations compute.
+            feed_dict: values that replace the results of operations, by tensor.
             options: see `RunOptions`.
             run_metadata: ignored; accepted for compatibility with TensorFlow.
 
@@ -134,7 +134,7 @@ class Session:
             The same nest with arrays for tensors and variables, and None for operations.
 
         Raises:
-            OperationError: an operation failed; its subclasses and attributes tell how and where.
+            OperationError: an operation failed; the subclass and the attributes tell why and where.
             RuntimeError: the session was closed.
             ValueError: a fetch or a fed tensor is not of this graph, or a fed value does not have
                 the shape or dtype of its tensor.
@@ -147,7 +147,7 @@ class Session:
         feeds = {}
         for key, value in (feed_dict or {}).items():
             tensor = graph.as_graph_element(key)
-            # Read-only, so that no result is the memory of what the program fed.
+            # Read-only, so that no result shares memory with a fed array.
             feeds[tensor.name] = read_only(_fed(tensor, value))
         names = [each.name for each in elements if isinstance(each, Tensor)]
         targets = [each.name for each in elements if isinstance(each, Operation)]
@@ -158,23 +158,23 @@ class Session:
 
     @property
     def job(self) -> str:
-        """The identity of the job whose servers it uses; empty while that is open."""
+        """The identity of the job whose servers it uses; empty before the first connection."""
         return self._runner.pool.credentials.job if isinstance(self._runner, _Remote) else ""
 
     @staticmethod
     def reset(target: str) -> None:
-        """Drop all variables of the server of a target and of the other tasks of its cluster."""
+        """Drop all variables of a target's server and of all other tasks of its cluster."""
         with contextlib.closing(_pool_to(target)) as pool:
             m.values_of(pool.client(address_of(target)).call(m.Reset()))
 
     def close(self) -> None:
-        """End the session; a second call does nothing."""
+        """Close the session; a second call does nothing."""
         runner, self._runner = self._runner, None
         if runner is not None:
             runner.close()
 
     def as_default(self) -> Any:
-        """Return a context manager in which `Tensor.eval` and `Operation.run` use this session."""
+        """Return a context manager; `Tensor.eval` and `Operation.run` in it use this session."""
         return as_default_session(self)
 
     def __enter__(self) -> Self:
@@ -247,7 +247,7 @@ class _Remote:
         names = tuple(new), tuple(wanted), tuple(targets), tuple(feeds)
         options = timeout, self._soft, self._log
         request = m.RunStep(self._session, known, *names, values, *options)
-        # The master ends a step that takes too long, unless it is stopped itself.
+        # The master ends a step that takes too long, unless the master itself has stopped.
         seconds = math.inf if timeout is None else timeout + _CLOSE_SECONDS
         results = map(unpack, m.values_of(self._call(request, seconds)))
         self._known = max(self._known, known + len(new))
@@ -266,7 +266,7 @@ class _Remote:
 
 
 def _owned(values: Sequence[Any]) -> list[Any]:
-    """Return values that the caller may change, each without changing another one."""
+    """Return values that the caller may change; no two of them share memory."""
     results = [_writable(value) for value in values]
     if len(results) > 1:
         owners: set[int] = set()

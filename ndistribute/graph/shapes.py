@@ -1,7 +1,7 @@
-"""What is known of tensors before a run: their dtypes and shapes.
+"""The dtypes and shapes of tensors that are known before a run.
 
-The function of an operation is called twice: with zeros in the shapes of its inputs, and with ones
-that have another length where a length is not known. What both results share is known.
+The function of an operation is called twice, on zeros with the shapes of its inputs and on ones.
+The two calls use different lengths where a length is unknown. What both results share is known.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST = 1 << 25  # Elements of inputs on which functions are called.
 
 
 def narrowed(value: Any) -> Any:
-    """Return an array for Python numbers: float32, and int32 if they fit; or what has a dtype."""
+    """Return Python numbers as float32, or int32 if they fit; others keep their dtype."""
     if hasattr(value, "dtype"):
         return value
     array = np.asarray(value)
@@ -72,7 +72,7 @@ class Shape(tuple[Any, ...]):
         return [None if n is None else int(n) for n in self]
 
     def merged(self, other: Shape | None) -> Shape:
-        """Return the lengths that are known here or there, and must agree where both are."""
+        """Return the lengths that either shape knows; where both know one, they must agree."""
         if other is None:
             return self
         if not self.is_compatible_with(other):
@@ -82,7 +82,7 @@ class Shape(tuple[Any, ...]):
     merge_with = assert_is_compatible_with = merged
 
     def is_compatible_with(self, other: Any) -> bool:
-        """Return whether no length is known to differ."""
+        """Return whether all lengths that both shapes know are equal."""
         pairs = list(zip(self, other, strict=False))
         return len(self) == len(other) and all(None in two or two[0] == two[1] for two in pairs)
 
@@ -95,12 +95,12 @@ class Shape(tuple[Any, ...]):
         return None not in self
 
     def num_elements(self) -> int | None:
-        """Return the number of elements, None if it is not known."""
+        """Return the number of elements; None if it is unknown."""
         return math.prod(self) if self.is_fully_defined() else None
 
 
 class Known(NamedTuple):
-    """What is known of a tensor before a run; None stands for what is not."""
+    """The facts of a tensor that are known before a run; None stands for unknown facts."""
 
     dtype: np.dtype[Any] | None = None
     shape: Shape | None = None
@@ -125,7 +125,7 @@ class Known(NamedTuple):
 
 
 def known_of(tensor: Any) -> Known:
-    """Return what is known of a tensor, and note it for those from which it is computed."""
+    """Return what is known of a tensor; record it for the tensors from which it is computed."""
     if type(tensor.known) is Known:
         return tensor.known
     stack = [tensor]
@@ -255,6 +255,6 @@ def _common(first: Any, second: Any, is_value: bool) -> Known:
     except ValueError:  # They are several arrays each, of different shapes.
         return Known()
     shared = shared_by([Known(array.dtype, Shape(array.shape)) for array in arrays])
-    if shared.dtype is None or shared.dtype == object:  # An object is no array, such as rows.
+    if shared.dtype is None or shared.dtype == object:  # An object, such as rows, is not an array.
         return Known()
     return shared._replace(values=arrays if is_value and arrays[1].size <= _SMALL else None)

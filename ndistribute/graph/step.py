@@ -1,4 +1,4 @@
-"""One run of a graph's operations in a task, and what the task keeps between runs."""
+"""One run of a graph's operations in a task, and the resources that the task keeps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOOK_SECONDS = 0.05  # Between looks at other tasks in an operation that takes 
 
 
 class Resources:
-    """What a task keeps between steps: variables, those of its server's store, and the rest."""
+    """The resources of a task between steps: variables, those of its server's store, and others."""
 
     def __init__(self, variables: SharedVariables | None = None) -> None:
         self.variables = SharedVariables() if variables is None else variables
@@ -26,7 +26,7 @@ class Resources:
         self._kept: dict[tuple[str, str, str], Any] = {}
 
     def get(self, kind: str, name: str, make: Callable[[], T], session: str = "") -> T:
-        """Return what is kept under a kind and a name, for a session or all, made if it is new."""
+        """Return the resource of a kind and a name, for a session or all; create it if missing."""
         key = (session, kind, name)
         value = self._kept.get(key)
         if value is None:
@@ -35,7 +35,7 @@ class Resources:
         return value  # type: ignore[no-any-return]
 
     def forget(self, session: str) -> None:
-        """Drop what is kept for a session."""
+        """Drop the resources of a session."""
         with self._lock:
             self._kept = {key: value for key, value in self._kept.items() if key[0] != session}
 
@@ -47,7 +47,7 @@ class Resources:
 
 
 class Step:
-    """One run of a plan: what its kernels need to know, and the way to end it early."""
+    """One run of a plan, with the facts for its kernels and a way to end it early."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Step:
         self._ends = None if timeout is None else time.monotonic() + timeout
 
     def kept(self, kind: str, name: str, make: Callable[[], T]) -> T:
-        """Return what the task keeps for this step's session, see `Resources.get`."""
+        """Return a resource of this step's session, see `Resources.get`."""
         return self.resources.get(kind, name, make, self.session)
 
     def abort(self, error: BaseException) -> None:

@@ -1,10 +1,10 @@
-"""Metrics of many batches, as pairs of tensors: the value so far, and the update by a batch.
+"""Metrics over many batches: pairs of the value so far and an operation that adds a batch.
 
-Each keeps sums in local variables of the collection `METRIC_VARIABLES`, and its value is a function
-of them. So clients with batches of their own add these variables up, and the value is that of all
-batches. All metrics also take `name`, the scope of their operations, and the names of collections
-to which the two tensors are added, `metrics_collections` and `updates_collections`. A share of
-nothing is 0.
+Each metric keeps sums in local variables of the collection `METRIC_VARIABLES`, and computes its
+value from them. Clients with different batches add these variables up to get the value over all
+batches. All metrics also take `name`, the scope of their operations, and `metrics_collections` and
+`updates_collections`, the names of collections to which they add the two tensors. A share of zero
+examples is 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Curve = Callable[[Any, Any, Any, Any], Any]
 
 
 def _metric(function: Callable[..., Metric]) -> Callable[..., Metric]:
-    """Return a function that also takes what all metrics do."""
+    """Return a function that also takes the arguments of all metrics."""
 
     @functools.wraps(function)
     def call(
@@ -97,7 +97,7 @@ def _named(name: str, what: str, function: Callable[..., Metric]) -> Callable[..
 def _mean_of(
     name: str, what: str, of: Callable[[Any, Any], Any], then: Callable[[Any], Any] = _same
 ) -> Callable[..., Metric]:
-    """Return a metric that is a function of the mean of what another one makes of examples."""
+    """Return a metric that is a function of the mean of another function of the examples."""
 
     def metric(labels: Any, predictions: Any, weights: Any = None) -> Metric:
         return _mean(of(_like(predictions, labels), predictions), weights, then)
@@ -165,15 +165,15 @@ def auc(
     curve: str = "ROC",
     summation_method: str = "trapezoidal",
 ) -> Metric:
-    """Return the area under a curve of shares that a threshold from 0 to 1 gives.
+    """Return the area under the ROC or precision-recall curve.
 
     Args:
         labels: truth values.
         predictions: probabilities.
         weights: see `mean`.
         num_thresholds: the number of thresholds.
-        curve: ``"ROC"``, the share of true positives over that of false ones, or ``"PR"``, the
-            precision over the recall.
+        curve: ``"ROC"``, the rate of true positives over the rate of false positives, or ``"PR"``,
+            the precision over the recall.
         summation_method: ``"trapezoidal"``, or ``"careful_interpolation"``: for ``"PR"`` after
             Davis and Goadrich, "The Relationship Between Precision-Recall and ROC Curves", 2006.
 
@@ -230,7 +230,7 @@ def specificity_at_sensitivity(
 
 @_metric
 def mean_iou(labels: Any, predictions: Any, num_classes: int, weights: Any = None) -> Metric:
-    """Return the mean over classes of the intersection of both sets of examples over the union."""
+    """Return the mean over classes of the intersection over union of labels and predictions."""
 
     def value(counts: Any) -> Any:
         both = np.diagonal(counts)
@@ -244,7 +244,7 @@ def mean_iou(labels: Any, predictions: Any, num_classes: int, weights: Any = Non
 def mean_per_class_accuracy(
     labels: Any, predictions: Any, num_classes: int, weights: Any = None
 ) -> Metric:
-    """Return the mean over classes of the share of their examples that are predicted right."""
+    """Return the mean over classes of the share of examples that are predicted correctly."""
     return _confusion(
         lambda counts: np.mean(_share(np.diagonal(counts), np.sum(counts, axis=1))),
         *(labels, predictions, num_classes, weights),
@@ -326,7 +326,7 @@ def _spread(weights: Any, values: Any) -> Any:
 
 
 def _share(part: Any, whole: Any) -> Any:
-    """Return quotients, 0 where the divisor is."""
+    """Return quotients, 0 where the divisor is 0."""
     is_zero = np.equal(whole, 0)
     return np.where(is_zero, 0.0, part / np.where(is_zero, 1.0, whole))
 
@@ -343,7 +343,7 @@ def _summed(
 
 
 def _like(predictions: Any, labels: Any) -> Any:
-    """Return labels in the shape of predictions: an axis of length 1 may be missing or too many."""
+    """Return labels in the shape of predictions; one may lack an axis of length 1."""
     return np.reshape(as_tensor(labels), np.shape(as_tensor(predictions)))
 
 

@@ -36,19 +36,19 @@ def image(
         name: their tag in TensorBoard.
         tensor: of shape ``(batch, height, width, channels)`` with 1, 3 or 4 channels: bytes, or
             floats, which are scaled so that each image uses the range of a byte.
-        max_outputs: the most images of a batch.
+        max_outputs: the largest number of images of a batch.
         collections: the collections to add it to; None: the summaries.
     """
     return _summary("image", name, tensor, collections, max_outputs)
 
 
 def merge(inputs: Sequence[Tensor], name: str = "merge_summary") -> Tensor:
-    """Return the summary of all that others contain."""
+    """Return a summary with the contents of other summaries."""
     return get_default_graph().add("merge_summaries", inputs, name=name).outputs[0]
 
 
 def merge_all(key: str = SUMMARIES) -> Tensor | None:
-    """Return the summary of all that the graph's summaries contain; None if it has none."""
+    """Return a summary with the contents of all summaries of the graph; None if it has none."""
     summaries = get_default_graph().get_collection(key)
     return merge(summaries) if summaries else None
 
@@ -87,7 +87,7 @@ class FileWriter(EventFile):
         self.add(value, int(global_step or 0))
 
     def flush(self) -> None:
-        """Do nothing: what was added is in the file."""
+        """Do nothing: every summary is in the file as soon as it is added."""
 
 
 def _summary(kind: str, name: str, value: Any, keys: Sequence[str] | None, most: int = 0) -> Tensor:

@@ -1,4 +1,4 @@
-"""`SyncReplicasOptimizer`: workers with sessions of their own that make each step together."""
+"""`SyncReplicasOptimizer`: workers with separate sessions that make each step together."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from ndistribute.mistakes import accepting
 class SyncReplicasOptimizer(GraphOptimizer):
     """An optimizer that waits for the gradients of several workers and applies their mean.
 
-    The task of each variable collects the gradients of a step. The one that completes the number
-    makes the update, for which all workers of the step wait. Gradients that come later are dropped:
-    with fewer `replicas_to_aggregate` than workers, the others are backup workers, and the slowest
-    of a step do not delay it (Chen et al., "Revisiting Distributed Synchronous SGD", 2016).
+    The task of each variable collects the gradients of a step. When it has `replicas_to_aggregate`
+    gradients, it makes the update, for which all workers of the step wait. It drops later
+    gradients. So if there are more workers than that, the slowest workers do not delay a step; the
+    additional ones are backup workers (Chen et al., "Revisiting Distributed Synchronous SGD",
+    2016).
 
     Args:
-        opt: the optimizer that makes the update; a bound of it holds for each worker's gradients.
+        opt: the optimizer that makes the update; its clipping applies to each worker's gradients.
         replicas_to_aggregate: the number of gradients of a step.
         total_num_replicas: the number of workers; None: `replicas_to_aggregate`. If it is lower,
             each worker contributes several gradients to a step, and waits after the last of them.
@@ -50,7 +51,7 @@ class SyncReplicasOptimizer(GraphOptimizer):
         within = in_graph(opt)
         vars(self).update(vars(within))  # The rule, the rate and the slots are those of `opt`.
         self._opt, self._replicas, self._scope = within, replicas_to_aggregate, "sync_replicas"
-        # What programs run or pass to a Supervisor before the first step.
+        # Operations that programs run, or pass to a Supervisor, before the first step.
         self.chief_init_op: Operation
         self.local_step_init_op: Operation
         self.ready_for_local_init_op: Any = None
@@ -88,14 +89,14 @@ class SyncReplicasOptimizer(GraphOptimizer):
             ).outputs
             restarted.append(at(variable, "restart_aggregate", [global_step], outputs=0))
         self.chief_init_op = group(*restarted, name="chief_init")
-        # The last of the variables tells the step; those of a late worker may be further.
+        # The last of the variables tells the step; a late worker may see others further ahead.
         steps: Any = np.stack(made)
         reached, furthest = np.min(steps), np.max(steps)
         kept = graph.add("keep_local_step", [reached], attributes={"of": local.name})
         return at(global_step, "count_step", [*kept.outputs, furthest])
 
     def make_session_run_hook(self, is_chief: bool, num_tokens: int = -1) -> SessionRunHook:
-        """Return a hook by which the chief lets all go on from the step that it has restored."""
+        """Return a hook with which the chief lets all workers continue from the restored step."""
         return _Restart(self, is_chief)
 
     def get_init_tokens_op(self, num_tokens: int = -1) -> Operation:

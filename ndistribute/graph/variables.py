@@ -23,10 +23,11 @@ GLOBAL_STEP = "global_step"
 
 
 class GraphVariable(Symbolic):
-    """A value that operations read and change, in the task of its device: `graph.Variable`.
+    """A variable of a graph, which its device's task keeps and operations read and change.
 
-    It has no value until its initializer has run. Clients whose graphs name a variable alike on the
-    same task share it. A step that reads it gets a snapshot, which later updates do not change.
+    Public as `graph.Variable`. It has no value until its initializer has run. Clients share a
+    variable if it has the same name and the same task in their graphs. A step that reads it gets a
+    snapshot, which later updates do not change.
 
     Args:
         initial_value: an array, a number, a tensor, or a function that returns one.
@@ -96,7 +97,7 @@ class GraphVariable(Symbolic):
             return self._kernel("read")
 
     def initialized_value(self) -> Tensor:
-        """Return its value as a tensor, or its initial value while it has none."""
+        """Return its value as a tensor, or its initial value if it has no value yet."""
         return self._kernel("initialized_value", self.initial_value)
 
     def is_initialized(self) -> Tensor:
@@ -105,17 +106,17 @@ class GraphVariable(Symbolic):
 
     @accepting("name", "read_value", "use_locking")
     def assign(self, value: Any) -> Tensor:
-        """Return the tensor of its new value, whose computation assigns a value."""
+        """Return a tensor with its new value; computing the tensor assigns the value."""
         return self._change("assign", value)
 
     @accepting("name", "read_value", "use_locking")
     def assign_add(self, delta: Any) -> Tensor:
-        """Return the tensor of its new value, whose computation adds to it."""
+        """Return a tensor with its new value; computing the tensor adds to the variable."""
         return self._change("assign_add", delta)
 
     @accepting("name", "read_value", "use_locking")
     def assign_sub(self, delta: Any) -> Tensor:
-        """Return the tensor of its new value, whose computation subtracts from it."""
+        """Return a tensor with its new value; computing the tensor subtracts from the variable."""
         return self._change("assign_sub", delta)
 
     def initialize_with(self, value: Any) -> None:
@@ -135,7 +136,7 @@ class GraphVariable(Symbolic):
         self.initializer.run({self.initial_value: value}, session)
 
     def eval(self, session: Any = None) -> Any:
-        """Return its value in the default session, or another one."""
+        """Return its value in a session or the default session."""
         return self.graph_element.eval(session=session)
 
     def __getitem__(self, index: Any) -> Any:
@@ -176,7 +177,7 @@ class GraphVariable(Symbolic):
         return self.graph
 
     def _static(self) -> dict[str, Any]:
-        """Return its dtype and shape as plain values, None where only a run can tell."""
+        """Return its dtype and shape as plain values; None where they are known only in a run."""
         shape = self.shape
         return {
             "dtype": None if self.dtype is None else self.dtype.name,
@@ -192,12 +193,12 @@ def changed(*graphs: Graph) -> set[Any]:
 
 
 def global_variables(scope: str | None = None) -> list[GraphVariable]:
-    """Return the variables of the default graph, but for local ones."""
+    """Return the variables of the default graph, without local variables."""
     return get_default_graph().get_collection(GLOBAL_VARIABLES, scope)
 
 
 def local_variables(scope: str | None = None) -> list[GraphVariable]:
-    """Return the variables of the default graph that each client has for itself."""
+    """Return the local variables of the default graph: each client has its own values."""
     return get_default_graph().get_collection(LOCAL_VARIABLES, scope)
 
 
@@ -243,9 +244,9 @@ def report_uninitialized_variables(
 
 
 def find_global_step(graph: Graph | None = None) -> GraphVariable | None:
-    """Return the variable that counts the steps of a graph, or of the default one; None: none.
+    """Return the variable that counts the steps of a graph or the default graph; None if none.
 
-    It is that of the collection, or of the name.
+    It is the variable in the collection of global steps, or the variable with this name.
     """
     graph = graph or get_default_graph()
     named = [each for each in graph.get_collection(GLOBAL_VARIABLES) if each.op.name == GLOBAL_STEP]
@@ -253,7 +254,7 @@ def find_global_step(graph: Graph | None = None) -> GraphVariable | None:
 
 
 def get_or_create_global_step(graph: Graph | None = None) -> GraphVariable:
-    """Return the int64 variable that counts the training steps, made at the first call."""
+    """Return the int64 variable that counts the training steps; the first call creates it."""
     graph = graph or get_default_graph()
     if (step := find_global_step(graph)) is not None:
         return step

@@ -1,7 +1,7 @@
 """Activations, functions of plain or tracked arrays, and their names.
 
-Each is one entry of the tape. A layer applies those of `IN_PLACE` to its own result, without a
-second array: their derivatives need the result alone.
+The tape records each activation as one entry. A layer applies an activation of `IN_PLACE` to its
+own result, without a second array, because the derivative needs only the result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ndistribute.models.symbolic import recordable
 from ndistribute.names import named, table_of
 
 Activation = Callable[[Any], Any]
-# NumPy's loop for a row of zeros takes half the time of that for the number 0, if rows are long.
+# For long rows, NumPy's loop for a row of zeros takes half the time of its loop for the number 0.
 _LONG = 128
 
 
@@ -30,8 +30,8 @@ class InPlace(NamedTuple):
     """An activation that replaces an array, and its derivative from the result's gradient."""
 
     apply: Callable[[Array], Any]
-    before: Callable[..., Array]  # Takes the gradient, the result, and where to write or None.
-    plain: Callable[[Any], Any]  # The same of NumPy functions, for second derivatives.
+    before: Callable[..., Array]  # Takes the gradient, the result, and an output array or None.
+    plain: Callable[[Any], Any]  # The same, made of NumPy functions, for second derivatives.
 
 
 @recordable
@@ -90,7 +90,7 @@ def silu(x: Any) -> Any:
 @recordable
 @custom_gradient
 def gelu(x: Any) -> Any:
-    """Return ``x`` times about the normal distribution function, in the form with `tanh`.
+    """Return ``x`` times the normal distribution function, approximated with `tanh`.
 
     Source: Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016.
 

@@ -1,4 +1,4 @@
-"""The data of `fit`, `evaluate` and `predict`: arrays or datasets, as batches of one form.
+"""The data of `fit`, `evaluate` and `predict`: batches of one form, from arrays or datasets.
 
 A batch is ``x``, ``(x, y)`` or ``(x, y, sample_weight)``, of the global batch size.
 """
@@ -23,11 +23,12 @@ _BATCH = 32
 
 
 class DatasetCreator:
-    """What makes the data of `fit`, `evaluate` or `predict` on each worker, also for a chief.
+    """A function that makes the data of `fit`, `evaluate` or `predict` on each worker.
 
     Args:
-        dataset_fn: called with the `InputContext` of the worker; returns a dataset of batches for
-            a replica. For a chief, which does not know its end, it must repeat the data.
+        dataset_fn: called with the `InputContext` of the worker; returns a dataset of batches for a
+            replica. If a chief schedules the steps, the dataset must repeat, because the chief does
+            not know where it ends.
         input_options: `InputOptions`.
 
     Raises:
@@ -100,7 +101,7 @@ def batches_of(
 
 
 def check_counts(least: int, **counts: Any) -> None:
-    """Raise a `ValueError` if an argument that is given is no integer, or below `least`."""
+    """Raise a `ValueError` if an argument is not an integer, or is below `least`; skip None."""
     for name, count in counts.items():
         if count is not None and not (isinstance(count, int | np.integer) and count >= least):
             raise ValueError(f"{name} must be an integer, {least} or more, got {count!r}.")
@@ -144,7 +145,7 @@ def for_validation(data: Any, batch_size: int | None, steps: int | None) -> dict
 
 
 def unpacked(data: Any) -> tuple[Any, Any, Any]:
-    """Return the input, labels and weights of a batch, None for what it lacks."""
+    """Return the input, labels and weights of a batch, with None for each that it lacks."""
     if not isinstance(data, tuple):
         return data, None, None
     if not 1 <= len(data) <= 3:
@@ -160,10 +161,10 @@ def rows_of(value: Any) -> int:
 
 
 def equal_parts(strategy: Any, batch: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield a distributed batch in parts of which every replica has as many rows, if it must.
+    """Yield a distributed batch, in parts with equally many rows on every replica if needed.
 
-    With each comes a `PerReplica` of whether a replica has rows there, where others get a row that
-    does not count; None if all have some.
+    With each part comes a `PerReplica` that says whether a replica has rows in it; None if all have
+    rows. A replica without rows gets a row that does not count.
     """
     leaves = tree.flatten(batch)
     if not (strategy.needs_equal_parts and all(isinstance(leaf, PerReplica) for leaf in leaves)):
@@ -181,7 +182,7 @@ def equal_parts(strategy: Any, batch: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _cut(start: int, stop: int, leaf: PerReplica) -> PerReplica:
-    """Return some rows of each replica, and a row of zeros or another one where there are none."""
+    """Return some rows of each replica; a row of zeros or another row if it has none."""
     some = next((part[:1] for part in leaf.values if len(part)), None)
     if some is None:
         some = np.zeros((1, *leaf.values[0].shape[1:]), leaf.values[0].dtype)
@@ -231,7 +232,7 @@ class _Sequence:
 
 
 def _iterable(batches: Any) -> Any:
-    """Return what `as_dataset` takes for a generator, or for a `Sequence` of Keras."""
+    """Return an iterable that `as_dataset` accepts, for a generator or a `Sequence` of Keras."""
     if isinstance(batches, Iterator):
         if get_strategy().session is not None:
             raise ValueError(
@@ -246,7 +247,7 @@ def _iterable(batches: Any) -> Any:
 
 
 def _rest_of(batches: Iterator[Any]) -> Any:
-    """Return a function whose results go on in an iterator; who looks at the first takes none."""
+    """Return a function whose results continue in an iterator; a look at the first takes none."""
     ahead: list[Any] = []
 
     def rest() -> Iterator[Any]:

@@ -1,8 +1,8 @@
 """Training by a chief, which schedules the steps of an epoch on the workers of a cluster.
 
-The workers do not wait for each other. Each takes its share of the batches, again and again, so an
-epoch has as many steps as the dataset has batches, but a fast worker makes more of them. Callbacks
-see the steps in the order in which they end.
+The workers do not wait for each other. Each repeats its share of the batches. An epoch has as many
+steps as the dataset has batches, but a fast worker makes more of these steps. Callbacks see the
+steps in the order in which they end.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ndistribute.models.batches import DatasetCreator
 from ndistribute.models.callbacks.callback import Callbacks
 from ndistribute.optimizers import GradientAccumulation
 
-# Enough that a worker always has its next steps; few, as they are made when the training is told
-# to stop.
+# Enough that a worker always has its next steps. Few, because these steps are still made after
+# training was told to stop.
 _STEPS_AHEAD = 32  # For each worker.
 
 
@@ -35,8 +35,8 @@ class Chief:
 
     Args:
         model: the compiled model, which is built.
-        source: what was passed to `fit`, which may be a `DatasetCreator`.
-        data: the dataset of batches that it is.
+        source: the data that was passed to `fit`, which may be a `DatasetCreator`.
+        data: the dataset of batches that `source` gives.
         steps: the number of steps of an epoch; None means the number of batches.
 
     Raises:
@@ -67,7 +67,7 @@ class Chief:
                 )
             wrapper = getattr(wrapper, "inner", None)
         strategy = model.strategy
-        # Else only the workers would know the slots, and the chief would save none.
+        # Otherwise only the workers would know the slots, and the chief would not save them.
         model.optimizer.build(model.position.trained)
         self._model = model
         self._coordinator = ClusterCoordinator(strategy)
@@ -83,7 +83,7 @@ class Chief:
         self._most_ahead = _STEPS_AHEAD * workers
 
     def run_epoch(self, called: Callbacks) -> None:
-        """Make the remaining steps of an epoch; the n-th to end is step n of the callbacks."""
+        """Make the remaining steps of an epoch; callbacks see the n-th step that ends as step n."""
         model, position, ended = self._model, self._model.position, queue.SimpleQueue[Any]()
         begin = called.overriding("on_train_batch_begin")
         end = called.overriding("on_train_batch_end")
@@ -115,5 +115,5 @@ class Chief:
         return not position.ahead or not any(saves(scheduled) for saves in savers)
 
     def close(self) -> None:
-        """End the connections to the workers."""
+        """Close the connections to the workers."""
         self._coordinator.close()

@@ -1,8 +1,8 @@
 """`Objective`: the losses and metrics of a compiled model, for each of its outputs.
 
-A model returns an array, or a list, tuple or dict of arrays, its outputs, each of which has a name.
-Losses, their weights, metrics, labels and sample weights are given for each output in the same
-way: by name, by position, or once for all. This file knows neither replicas nor datasets.
+A model returns its outputs: an array, or a list, tuple or dict of arrays. Each output has a name.
+Users pass losses, their weights, metrics, labels and sample weights in the same way: by output
+name, by position, or once for all outputs. This file knows neither replicas nor datasets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ndistribute.models.metrics.metric import joined
 
 @dataclasses.dataclass(eq=False)
 class Output:
-    """What belongs to an output: its loss and metrics, each with whether weights count."""
+    """The loss and the metrics of an output, each with whether it uses sample weights."""
 
     loss: _losses.Loss | None
     weight: float
@@ -33,7 +33,7 @@ class Output:
 
 
 class TotalLoss(_metrics.Mean):
-    """The mean of the loss of a model; what updates it has counted the loss of the step."""
+    """The mean of a model's loss; a call that updates it has counted the loss of the step."""
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
         """Add values, each with its weight."""
@@ -50,11 +50,11 @@ class Objective:
     """The losses and metrics of a model.
 
     Args:
-        names: the names of the outputs; an empty one for the output of a model that has one.
+        names: the names of the outputs; an empty name if the model has a single output.
         loss: a `Loss` for all outputs, or losses by output.
-        loss_weights: what each loss is multiplied by in the sum; None means 1.
+        loss_weights: the factor of each loss in the sum; None means 1.
         metrics: metrics by output, or a list of metrics that each output gets.
-        weighted_metrics: the same; these use the sample weights.
+        weighted_metrics: like `metrics`, but these use the sample weights.
 
     Attributes:
         loss: the mean of the loss.
@@ -157,7 +157,7 @@ class Objective:
 
 
 def names_of(outputs: Any) -> list[str]:
-    """Return the names of what a model returned.
+    """Return the names of the outputs that a model returned.
 
     >>> names_of({"a": 1, "b": 2}), names_of((1, 2)), names_of(1)
     (['a', 'b'], ['output_1', 'output_2'], [''])
@@ -170,19 +170,19 @@ def names_of(outputs: Any) -> list[str]:
 
 
 def by_output(nest: Any, names: Sequence[str], what: str, for_all: bool = True) -> list[Any]:
-    """Return what each output gets of a dict by name, of a list by position, or of one for all.
+    """Return a value for each output, from a dict by name, a list by position, or one for all.
 
     Args:
-        nest: the dict, the list or the one.
+        nest: the dict, the list, or the value for all.
         names: the outputs.
         what: the beginning of messages.
-        for_all: whether there may be one for several outputs; None may.
+        for_all: whether several outputs may share one value; None is always allowed.
 
     >>> by_output({"b": 1}, ["a", "b"], "loss"), by_output("mse", ["a", "b"], "loss")
     ([None, 1], ['mse', 'mse'])
 
     Raises:
-        ValueError: names or the number do not fit; the text begins with `what`.
+        ValueError: a name or the number of values does not fit; the text begins with `what`.
     """
     if isinstance(nest, Mapping):
         if names == [""] and len(nest) == 1:

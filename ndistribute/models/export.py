@@ -1,7 +1,7 @@
 """Models as files: the architecture as JSON and the weights as tensors, without code.
 
-The architecture is the class and the constructor's arguments of each layer. Reading makes objects
-of known classes only, so a file can be loaded without trusting who wrote it.
+The architecture is the class and the constructor's arguments of each layer. Reading a file creates
+objects of known classes only, so you can load a file without trusting its author.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ def load(
     """Return the model that `export` or `save` wrote, in the strategy of the current scope.
 
     Args:
-        path: the path that was passed to `save`; the result of `export`, or the path that was
-            passed to it, for its last model.
-        custom_objects: classes and functions that are not this package's, by name.
-        compile: whether a model that `save` wrote is compiled, with its optimizer and metrics.
+        path: the path that was passed to `save`; the result of `export`; or the path that was
+            passed to `export`, for the last model of that path.
+        custom_objects: the classes and functions from outside this package, by name.
+        compile: whether to compile a model that `save` wrote, with its optimizer and metrics.
 
     Raises:
         FileNotFoundError: there is no model.
-        CheckpointCorruptError: it is damaged.
-        ValueError: it needs a class or function that is unknown here, is no model, or its class
-            makes other variables here.
+        CheckpointCorruptError: the model is damaged.
+        ValueError: the file is not a model, it needs an unknown class or function, or its class
+            creates other variables here.
 
     >>> import tempfile
     >>> from ndistribute.models import Sequential, layers
@@ -106,7 +106,7 @@ def to_json(model: Any) -> str:
 def model_from_json(
     json_string: str, custom_objects: Mapping[str, Callable[..., Any]] | None = None
 ) -> Any:
-    """Return a new model for what `Model.to_json` returned, with new weights; see `load`.
+    """Return a new model from a result of `Model.to_json`, with new weights; see `load`.
 
     >>> from ndistribute.models import Sequential, layers
     >>> model = Sequential([layers.Input((3,)), layers.Dense(2)])
@@ -132,7 +132,7 @@ def _made(described: Mapping[str, Any], decoder: Architecture) -> Any:
 
 
 def save(model: Any, path: str | os.PathLike[str], include_optimizer: bool = True) -> None:
-    """Write a model and its training; see `Model.save`."""
+    """Write a model and the state of its training; see `Model.save`."""
     export(model, Path(path) / NAME, 1, Checkpoint(model=model) if include_optimizer else None)
 
 

@@ -1,7 +1,8 @@
-"""The fingerprint of a training: what must agree for it to be continued, as text for each part.
+"""The fingerprint of a training run: texts that must agree before `fit` may continue it.
 
-It describes how the data, the model, the loss and the optimizer were made, not their state, which
-changes as the training goes on. Replicas, workers, seeds, epochs and callbacks are no part of it.
+It describes how the data, the model, the loss and the optimizer were made. It does not contain
+their state, which changes during training. It also leaves out replicas, workers, seeds, epochs and
+callbacks.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from ndistribute.models.layers.layer import Layer
 from ndistribute.models.losses import Loss
 from ndistribute.optimizers import Optimizer
 
-# The attributes of optimizers that do not change in a training.
+# The attributes of optimizers that do not change during training.
 _OF_OPTIMIZER = {"rule", "_first_rate", "_bound", "inner", "steps"}
 # In a text: addresses, and the names of layers, which are numbered in each program.
 _OWN_NAMES = r" at 0x[0-9a-f]+|(?<!class) '[^']*'(?=>)"
 
 
 def fingerprint(model: Any, more: dict[str, Any], data: Node | None = None) -> dict[str, str]:
-    """Return the text of each part of a training.
+    """Return the text of each part of a training run.
 
     Args:
         model: the compiled model.
-        more: other arguments of the training.
-        data: the pipeline of the global batches; None: it is no part.
+        more: other arguments of the training run.
+        data: the pipeline of the global batches; None: leave it out.
     """
     parts: dict[str, Any] = {} if data is None else {"dataset": describe(data), **facts(data)}
     parts |= more | {f"layer {number}": _text(layer) for number, layer in enumerate(model.walk())}
@@ -38,7 +39,7 @@ def fingerprint(model: Any, more: dict[str, Any], data: Node | None = None) -> d
 
 
 def _text(value: Any) -> str:
-    """Return what an object was made of, without names and addresses; of a function its code."""
+    """Return a text of an object's parts, without names and addresses; of a function, its code."""
     if isinstance(value, Layer):
         config = value.get_config() | {"computing in": value.compute_dtype.name}
     elif isinstance(value, Loss | Optimizer):

@@ -1,7 +1,7 @@
-"""`CallGraph`, what a functional model computes: the recorded calls between inputs and outputs.
+"""`CallGraph`: the recorded calls that a functional model makes between inputs and outputs.
 
-The order of the calls, and after which of them a value is no longer needed, are computed once. A
-graph knows nothing of training.
+A graph computes once in which order to make the calls, and after which call each value is no longer
+needed. It knows nothing about training.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class CallGraph:
             self.output_names = list(outputs)
         self._steps = self._with_last_uses()
         is_single = type(inputs) is SymbolicArray
-        # The shape of an example and the dtype of an array that is an input as it is.
+        # The shape of an example and the dtype of an array that fits the input unchanged.
         self._usual = (inputs.shape[1:], inputs.dtype) if is_single else (None, None)
 
     def run(self, inputs: Any) -> Any:
@@ -147,7 +147,7 @@ class CallGraph:
         return sorted(depths, key=lambda call: (-depths[call], needed.get(call, -1)))
 
     def _with_last_uses(self) -> list[tuple[RecordedCall, list[SymbolicArray]]]:
-        """Return the calls to make, and after each the values that are not needed any more."""
+        """Return the calls to make, and with each the values that no later call needs."""
         later, steps = set(self._ends), []
         sources = set(self._sources.values())
         for call in reversed([call for call in self.calls if call not in sources]):
@@ -183,7 +183,7 @@ class CallGraph:
 
 
 def connected(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the calls of a model's configuration anew, and return the constructor's arguments."""
+    """Repeat the calls of a model's configuration, and return the constructor's arguments."""
     values: dict[Any, Any] = {}
 
     def renewed(nest: Any) -> Any:
@@ -208,7 +208,7 @@ def cloned(nest: Any, made: dict[int, Any]) -> Any:
 
     Args:
         nest: a nest of layers and other values.
-        made: the layers that were cloned already, by the identities of the former ones.
+        made: the layers that were cloned already, by the identities of the original layers.
     """
 
     def clone(leaf: Any) -> Any:
@@ -217,7 +217,7 @@ def cloned(nest: Any, made: dict[int, Any]) -> Any:
         if id(leaf) not in made:
             layer = made[id(leaf)] = type(leaf).assembled(cloned(leaf.get_config(), made))
             layer.name = leaf.name
-            if layer.trainable != leaf.trainable:  # Else the layers in it keep theirs.
+            if layer.trainable != leaf.trainable:  # Otherwise its layers keep their variables.
                 layer.trainable = leaf.trainable
         return made[id(leaf)]
 
@@ -229,12 +229,12 @@ def _is_layer(call: RecordedCall) -> bool:
 
 
 def _identity(call: RecordedCall) -> int:
-    """Return the same number for all calls of a layer, and another one for each other call."""
+    """Return a number that all calls of a layer share; each call of a function has its own."""
     return id(call.function if _is_layer(call) else call)
 
 
 def _checked(what: str, nest: Any) -> list[SymbolicArray]:
-    """Return the symbolic arrays of a nest, which must have some and nothing else."""
+    """Return the symbolic arrays of a nest, which must contain nothing else and not be empty."""
     leaves = tree.flatten(nest)
     wrong = [leaf for leaf in leaves if type(leaf) is not SymbolicArray]
     if wrong or not leaves:
@@ -247,7 +247,7 @@ def _checked(what: str, nest: Any) -> list[SymbolicArray]:
 
 
 def _source_of(value: SymbolicArray) -> RecordedCall:
-    """Return the call of the input layer of a value, or of a new one if a layer computes it."""
+    """Return the call of a value's input layer, or of a new input layer if a layer computes it."""
     if isinstance(value.call.function, InputLayer):
         return value.call  # type: ignore[no-any-return]
     call: RecordedCall = InputLayer(value.shape[1:], value.shape[0], value.dtype).output.call
@@ -256,7 +256,7 @@ def _source_of(value: SymbolicArray) -> RecordedCall:
 
 
 def with_axes(wanted: SymbolicArray, array: Any) -> Any:
-    """Return an array with the number of axes of an input, if an axis of length 1 at the end does.
+    """Return an array, with a last axis of length 1 added or removed if an input needs it.
 
     >>> from ndistribute.models.layers import Input
     >>> with_axes(Input((1,)), np.zeros(4)).shape

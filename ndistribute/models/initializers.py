@@ -1,7 +1,8 @@
-"""Initializers: functions from a shape and a dtype to the first value of a variable.
+"""Initializers: functions that return the first value of a variable for a shape and a dtype.
 
-They draw from generators of their own, seeded by `nd.set_seed` and the number of initializations so
-far. So a program that sets the seed makes the same model in every run, under every strategy.
+Random initializers have their own generators, seeded by `nd.set_seed` and the number of
+initializations so far. So a program that sets the seed creates the same model in every run, under
+every strategy.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Constant(Initializer):
 
     def _values(self, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
         value = np.asarray(self.value)
-        same = value.ndim and value.size == np.prod(shape, dtype=int)  # Values in another shape.
+        same = value.ndim and value.size == np.prod(shape, dtype=int)  # Their shape may differ.
         return value.reshape(shape).copy() if same else np.full(shape, value)
 
 
@@ -86,14 +87,14 @@ class RandomNormal(_Random):
 
 @dataclass(frozen=True)
 class TruncatedNormal(RandomNormal):
-    """An initializer with a normal distribution, without values beyond two standard deviations."""
+    """An initializer with a normal distribution that is cut at two standard deviations."""
 
     def _values(self, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
         return self.mean + self.stddev * truncated(self._generator(), shape)
 
 
 def truncated(rng: np.random.Generator, shape: Shape) -> np.ndarray[Any, Any]:
-    """Return normal numbers from -2 to 2; others are drawn again."""
+    """Return normal numbers between -2 and 2; numbers outside are drawn again."""
     values = rng.normal(size=shape)
     while (outside := np.abs(values) > 2).any():
         values[outside] = rng.normal(size=np.count_nonzero(outside))
@@ -177,9 +178,9 @@ class LecunNormal(LecunUniform):
 class Orthogonal(_Random):
     """An initializer of matrices with orthonormal rows or columns, whichever are fewer.
 
-    Axes but the last count as rows; a shape of fewer than two axes raises a `ValueError`. Source:
-    Saxe et al., "Exact solutions to the nonlinear dynamics of learning in deep linear neural
-    networks", 2014.
+    All axes except the last count as rows. A shape with fewer than two axes raises a `ValueError`.
+    Source: Saxe et al., "Exact solutions to the nonlinear dynamics of learning in deep linear
+    neural networks", 2014.
 
     >>> q = Orthogonal(seed=1)((3, 2))
     >>> bool(np.allclose(q.T @ q, np.eye(2), atol=1e-6))
@@ -194,7 +195,7 @@ class Orthogonal(_Random):
         rows, columns = math.prod(shape[:-1]), shape[-1]
         normal = self._generator().normal(size=(max(rows, columns), min(rows, columns)))
         q, r = np.linalg.qr(normal)
-        q *= np.where(np.diag(r) < 0, -1.0, 1.0)  # Else the distribution would not be uniform.
+        q *= np.where(np.diag(r) < 0, -1.0, 1.0)  # Otherwise the distribution would not be uniform.
         return (self.gain * (q if rows >= columns else q.T)).reshape(shape)
 
 
@@ -218,7 +219,7 @@ NAMED |= {"normal": RandomNormal, "one": Ones, "uniform": RandomUniform, "zero":
 
 
 def get(initializer: str | Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return an initializer for its name, `GlorotUniform` for None; others are returned unchanged.
+    """Return an initializer for a name; None means `GlorotUniform`; return others unchanged.
 
     Raises:
         ValueError: the name is unknown.

@@ -12,10 +12,10 @@ from ndistribute.context import get_replica_context
 
 
 class _Form(threading.local):
-    """The form in which a thread gets losses, see `as_means`, and the loss that it got last."""
+    """The form in which a thread gets losses, see `as_means`, and its last loss."""
 
     of_gradient: str | None = None  # None: they are shares.
-    untold: Any = None  # What is not counted yet: the arguments of `TotalLoss.count`.
+    untold: Any = None  # The arguments of `TotalLoss.count` that are not counted yet.
 
 
 form = _Form()
@@ -23,14 +23,15 @@ form = _Form()
 
 @contextlib.contextmanager
 def as_means(of_gradient: str) -> Iterator[None]:
-    """Return a context in which losses are means, for a step that a model defines.
+    """Return a context manager; in its block losses are means, for a step that a model defines.
 
-    Numbers that replicas log are averaged, and the gradients that they apply are added up. So the
-    mean of what is logged has to be the loss of the batch, and the sum of the gradients its
-    gradient, however the batch is divided.
+    The strategy averages the numbers that replicas log, and adds up the gradients that they apply.
+    So the mean of the logged losses must be the loss of the batch, and the sum of the gradients
+    must be its gradient, however the batch is divided.
 
     Args:
-        of_gradient: ``"share"`` if the step applies gradients, ``"mean"`` if its caller divides.
+        of_gradient: ``"share"`` if the step applies gradients, ``"mean"`` if its caller divides
+            them.
     """
     form.of_gradient, before = of_gradient, form.of_gradient
     try:

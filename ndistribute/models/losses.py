@@ -1,8 +1,8 @@
 """Losses: functions of labels and predictions, averaged over the batch of all replicas.
 
-A loss computes one value for each example. Inside a replica, their sum is divided by the number of
-examples on all replicas, so the sum of the replicas' gradients is the gradient of the mean, however
-the batch is divided.
+A loss computes one value for each example. Inside a replica, it divides the sum of these values by
+the number of examples on all replicas. So the sum of the replicas' gradients is the gradient of the
+mean, however the batch is divided.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Loss(Explaining, Shown):
     def call(self, y_true: Any, y_pred: Any) -> Any:
         """Return the loss of each example, an array of shape ``(batch, ...)``.
 
-        One number is taken for the mean over the examples of this replica, and allows no weights.
+        A single number counts as the mean over the examples of this replica. It allows no weights.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no call.")
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        """Return the loss, reduced as `reduction` says.
+        """Return the loss, reduced according to `reduction`.
 
         Args:
             y_true: the labels.
@@ -78,7 +78,8 @@ class Loss(Explaining, Shown):
     def weighted(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         """Return the loss of each example, times its weight.
 
-        What the mask of the predictions leaves out is 0; the mean is that over the rest.
+        Elements that the mask of the predictions leaves out are 0, and the mean is taken over the
+        rest.
         """
         mask = mask_of(y_pred)
         y_true, y_pred = aligned(y_true, y_pred)
@@ -111,7 +112,7 @@ class Loss(Explaining, Shown):
         return _weighted(losses, sample_weight)
 
     def _factor(self, mask: Any) -> Any:
-        """Return what makes a mean over all elements that over those of a mask, of all replicas."""
+        """Return the factor from a mean over all elements to that over a mask, on all replicas."""
         counts = np.stack([mask.sum(dtype=np.float64), np.float64(mask.size)])
         replica = get_replica_context()
         if replica is not None and replica.num_replicas_in_sync > 1:
@@ -120,7 +121,7 @@ class Loss(Explaining, Shown):
 
 
 def _weighted(losses: Any, sample_weight: Any) -> Any:
-    """Return the loss of each example, times its weight, or that of each of its elements."""
+    """Return the loss of each example, times the weight of the example or of each element."""
     if sample_weight is None:
         return losses
     return losses * weight_like(losses, as_operand(sample_weight)).astype(losses.dtype)
@@ -142,7 +143,7 @@ def global_count(count: int) -> float:
     """Return the sum over all replicas of a number, at least 1."""
     replica = get_replica_context()
     if replica is not None and replica.num_replicas_in_sync > 1:
-        # Not through the tape, which would differentiate it.
+        # The tape must not differentiate this.
         total = replica.communicator.all_reduce("sum", np.int64(count))
         # In a compiled step the parts of all replicas have one shape.
         count = total if current_trace() is None else count * replica.num_replicas_in_sync
@@ -152,18 +153,19 @@ def global_count(count: int) -> float:
 def compute_average_loss(
     per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
 ) -> Any:
-    """Return a replica's share of the mean loss of the batch: the shares add up to the mean.
+    """Return this replica's share of the mean loss of the batch; the shares add up to the mean.
 
     Args:
-        per_example_loss: the loss of each example of this replica, such as that of a `Loss` with
-            the reduction ``"none"``. Further axes, of time steps or pixels, are summed up.
+        per_example_loss: the loss of each example of this replica, for example from a `Loss` with
+            the reduction ``"none"``. Further axes, such as time steps or pixels, are summed.
         sample_weight: the weight of each example; None means 1.
-        global_batch_size: the number to divide the sum by; None means the number of examples on
-            all replicas, which then wait for each other.
+        global_batch_size: the divisor of the sum; None means the number of examples on all
+            replicas, which then wait for each other.
 
     Raises:
         RuntimeError: called outside of replicas without a `global_batch_size`.
-        ValueError: there is one number instead of one for each example, or the batch is negative.
+        ValueError: the loss is a single number instead of one for each example, or
+            `global_batch_size` is negative.
 
     >>> float(compute_average_loss(np.array([1.0, 2.0]), global_batch_size=4))
     0.75
@@ -201,7 +203,7 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
 
 
 def aligned(y_true: Any, y_pred: Any) -> tuple[Any, Any]:
-    """Return labels and predictions; a last axis of length 1 need not be in both."""
+    """Return labels and predictions with the same axes; one may lack a last axis of length 1."""
     y_true = y_true if hasattr(y_true, "ndim") else np.asarray(y_true)
     y_pred = y_pred if hasattr(y_pred, "ndim") else np.asarray(y_pred)
     if y_true.ndim + 1 == y_pred.ndim and y_pred.shape[-1] == 1:
@@ -291,12 +293,12 @@ def hinge(y_true: Any, y_pred: Any) -> Any:
 
 
 def squared_hinge(y_true: Any, y_pred: Any) -> Any:
-    """Return the mean over the last axis of the squares of what `hinge` takes the mean of."""
+    """Return the mean over the last axis of ``max(1 - y_true * y_pred, 0) ** 2``; see `hinge`."""
     return np.mean(np.square(_margins(y_true, y_pred)), axis=-1)
 
 
 def categorical_hinge(y_true: Any, y_pred: Any) -> Any:
-    """Return by how much the score of a one-hot label is not 1 above the others, at least 0."""
+    """Return how far the score of a one-hot label is from 1 above all other scores, at least 0."""
     labels = _like(y_true, y_pred)
     best = np.max((1 - labels) * y_pred, axis=-1)
     return np.maximum(best - np.sum(labels * y_pred, axis=-1) + 1, 0)
@@ -328,7 +330,7 @@ def binary_crossentropy(
 def categorical_crossentropy(
     y_true: Any, y_pred: Any, from_logits: bool = False, label_smoothing: float = 0.0
 ) -> Any:
-    """Return the cross-entropy of labels given as probabilities of the classes.
+    """Return the cross-entropy of labels that are probabilities of the classes.
 
     Args:
         y_true: probabilities of shape ``(..., classes)``, such as one-hot rows.
@@ -350,12 +352,12 @@ def categorical_crossentropy(
 
 
 def sparse_categorical_crossentropy(y_true: Any, y_pred: Any, from_logits: bool = False) -> Any:
-    """Return the cross-entropy of labels given as integers.
+    """Return the cross-entropy of labels that are integers.
 
     Args:
         y_true: the index of the class, of shape ``(...)`` or ``(..., 1)``.
-        y_pred: probabilities or logits of shape ``(..., classes)``. Probabilities count by their
-            share of their sum.
+        y_pred: probabilities or logits of shape ``(..., classes)``. Probabilities are divided by
+            their sum.
         from_logits: whether `y_pred` are logits.
     """
     labels = as_array(y_true)
@@ -380,7 +382,7 @@ class FunctionLoss(Loss):
 
     Args:
         function: returns the loss of each example.
-        options: `reduction` and `name`, see `Loss`; others are passed to the function.
+        options: `reduction` and `name`, see `Loss`; all others are passed to the function.
     """
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
@@ -396,7 +398,7 @@ class FunctionLoss(Loss):
 
 
 def per_example(function: Any, y_true: Any, y_pred: Any, parameters: dict[str, Any]) -> Any:
-    """Return a function's value for each example; one of ours takes a single axis for examples."""
+    """Return a function's value for each example; our functions take a single axis for examples."""
     if function in _ELEMENTWISE and y_true.ndim == y_pred.ndim == 1:
         y_true, y_pred = y_true[:, None], y_pred[:, None]
     return function(y_true, y_pred, **parameters)
@@ -500,9 +502,9 @@ _ELEMENTWISE = (
     *(mean_squared_error, mean_absolute_error, huber, binary_crossentropy, poisson, log_cosh),
     *(mean_absolute_percentage_error, mean_squared_logarithmic_error, hinge, squared_hinge),
 )
-# What predicted probabilities are kept from 0 and 1 by, for 2 bytes and for more.
+# The distance that predicted probabilities keep from 0 and 1, for 2 bytes and for more.
 _EPSILON = (1e-3, 1e-7)
-_SMALL = 1e-7  # What keeps the arguments of logarithms and divisors from 0.
+_SMALL = 1e-7  # The number that keeps the arguments of logarithms and divisors from 0.
 
 
 def get(loss: str | Loss | Callable[[Any, Any], Any]) -> Loss:

@@ -1,8 +1,8 @@
 """Masks of sequences: which time steps of an array count.
 
-A layer attaches a mask to its output, and the next layer, the loss and the metrics find it there. A
-mask lives as long as its array, and belongs to the array object: NumPy's functions make new arrays,
-which have none.
+A layer attaches a mask to its output. The next layer, the loss and the metrics read it from there.
+A mask belongs to the array object and lives as long as it. NumPy's functions return new arrays,
+which have no mask.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _masks: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
 
 def attach_mask(nest: Any, masks: Any) -> None:
-    """Attach a mask to an array, plain or tracked, unless that has one, or the mask is None.
+    """Attach a mask to a plain or tracked array, unless it already has one or the mask is None.
 
-    The arrays of a nest get theirs in turn; a single mask is that of the first.
+    The arrays of a nest get the masks in turn; a single mask goes to the first array.
     """
     if masks is None:
         return
@@ -38,7 +38,7 @@ def _forget(key: int, _: Any) -> None:
 def mask_of(nest: Any) -> Any:
     """Return the mask of an array: booleans of its first axes; None if it has none.
 
-    For a nest, return one of masks, or None if no array in it has one.
+    For a nest, return a nest of masks, or None if no array in it has one.
 
     >>> import numpy as np
     >>> from ndistribute.models.layers import Embedding
@@ -63,5 +63,5 @@ def _mask_of_leaf(leaf: Any) -> Any:
 
 
 def detach_mask(array: Any) -> None:
-    """Let an array have no mask."""
+    """Remove the mask of an array."""
     _masks.pop(id(untrack(array)), None)

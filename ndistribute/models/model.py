@@ -26,20 +26,20 @@ _UNBROKEN = "\N{NO-BREAK SPACE}"
 
 
 class Model(Trainer):
-    """A model: what connects inputs and outputs, or a subclass that computes in `call`.
+    """A model, made from its inputs and outputs, or by a subclass that computes in `call`.
 
     Create and compile it in the scope of a strategy, which then runs it.
 
     Args:
-        inputs: what `Input` returns; a list, tuple or dict of that for several inputs. A subclass
-            with a `call` has none, and creates layers in its constructor.
-        outputs: what layers and NumPy's functions return for the inputs, in any nest.
+        inputs: a result of `Input`; for several inputs, a list, tuple or dict of them. A subclass
+            with a `call` passes no inputs, and creates its layers in its constructor.
+        outputs: a nest of results of layers and NumPy's functions, computed from the inputs.
         name: the name in messages and summaries; None: the class name, with a number.
-        options: `trainable` and `dtype`, see `Layer`; the dtype of the inputs by default.
+        options: `trainable` and `dtype`, see `Layer`; the default dtype is that of the inputs.
 
     Raises:
-        TypeError: inputs or outputs are no symbolic arrays.
-        ValueError: the outputs need another input.
+        TypeError: inputs or outputs are not symbolic arrays.
+        ValueError: the outputs need an input that is not in `inputs`.
 
     >>> import numpy as np
     >>> from ndistribute.models.layers import Dense, Input, add
@@ -99,13 +99,13 @@ class Model(Trainer):
         return outputs
 
     def add_loss(self, loss: Any) -> None:
-        """Add a number to the loss: in `call`, or one that is computed from symbolic inputs."""
+        """Add a number to the loss, in `call` or as a result computed from symbolic inputs."""
         if not is_symbolic(loss):
             return super().add_loss(loss)
         return self._add_aside(loss if isinstance(loss, list | tuple) else [loss], {})
 
     def add_metric(self, value: Any, name: str, aggregation: str | None = "mean") -> None:
-        """Add numbers to a mean in the logs: in `call`, or computed from symbolic inputs."""
+        """Add numbers to a mean in the logs, in `call` or from symbolic inputs."""
         if not is_symbolic(value):
             return super().add_metric(value, name, aggregation)
         return self._add_aside([], {name: value})
@@ -138,10 +138,10 @@ class Model(Trainer):
         self._build_once([graph.sample()])
 
     def get_layer(self, name: str | None = None, index: int | None = None) -> Layer:
-        """Return a layer of `layers` by its name or its place.
+        """Return the layer of `layers` with a name or an index.
 
         Raises:
-            ValueError: there is none, or both or none of the arguments are passed.
+            ValueError: there is no such layer, or not exactly one argument is passed.
         """
         if (name is None) == (index is None):
             raise ValueError("get_layer needs a name or an index.")
@@ -156,7 +156,7 @@ class Model(Trainer):
         return layers[index]  # type: ignore[no-any-return]
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments that create an equal model, and the calls of a functional one."""
+        """Return the arguments that create an equal model, and a functional model's calls."""
         config = super().get_config()
         calls = self._graph.calls if self._graph is not None and is_symbolic(config) else []
         parts = [(call.function, call.args, call.kwargs, call.outputs) for call in calls]
@@ -165,12 +165,12 @@ class Model(Trainer):
     @classmethod
     @accepting("custom_objects")  # The configuration has the classes themselves.
     def from_config(cls, config: Mapping[str, Any]) -> Any:
-        """Return a new model for what `get_config` returned, with new layers and variables."""
+        """Return a new model from a result of `get_config`, with new layers and variables."""
         return cls._made(cloned(dict(config), {}))
 
     @classmethod
     def assembled(cls, config: Mapping[str, Any]) -> Any:
-        """Return a new model for a configuration, which has the layers in it themselves."""
+        """Return a new model from a configuration that contains the layers themselves."""
         inherited = cls.from_config.__func__ is Model.from_config.__func__  # type: ignore[attr-defined]
         return cls._made(config) if inherited else cls.from_config(config)
 
@@ -179,14 +179,14 @@ class Model(Trainer):
         return cls(**(connected(config) if "calls" in config else config))
 
     def to_json(self) -> str:
-        """Return the architecture as text, without weights: `model_from_json` makes a model."""
+        """Return the architecture as JSON text, without weights; see `model_from_json`."""
         return to_json(self)
 
     def export(self, path: str | os.PathLike[str], max_to_keep: int | None = None) -> Path:
         """Write the architecture and the weights, and return the folder; see `models.load`.
 
-        Every worker must call this; the chief writes. No code is written: `load` needs the classes
-        of layers that are not this package's.
+        Every worker must call this; the chief writes. The files contain no code: pass the classes
+        of your own layers to `load`.
 
         Args:
             path: the folder's path, to which a number is appended.
@@ -200,18 +200,18 @@ class Model(Trainer):
     def save(
         self, path: str | os.PathLike[str], overwrite: bool = True, include_optimizer: bool = True
     ) -> None:
-        """Write the model with its optimizer, loss and metrics, in place of what is there.
+        """Write the model with its optimizer, loss and metrics; replace what is at the path.
 
-        `models.load` returns the model as it is now, so that `fit` continues. As for `export`,
+        `models.load` returns the model in this state, so that `fit` can continue. As for `export`,
         every worker must call this.
 
         Args:
-            path: the path of a folder, whose name may end in anything.
-            overwrite: whether there may be something at the path already.
+            path: the path of a folder; its name may have any ending.
+            overwrite: whether to replace what is at the path already.
             include_optimizer: whether to write the optimizer, the loss and metrics too.
 
         Raises:
-            FileExistsError: there is something.
+            FileExistsError: the path exists, and `overwrite` is False.
             ValueError: the model is not built, or an argument of a layer, of the optimizer, the
                 loss or a metric cannot be written.
         """
@@ -221,7 +221,7 @@ class Model(Trainer):
     def summary(self) -> str:
         """Return a table of the layers with the shapes and numbers of their variables.
 
-        The table of a functional model has the shapes of outputs, and where inputs come from.
+        The table of a functional model has the shapes of outputs, and the sources of inputs.
 
         >>> from ndistribute.models.layers import Dense, Input
         >>> x = Input((4,), name="x")
@@ -303,7 +303,7 @@ class Sequential(Model):
     """A model that applies layers in turn.
 
     Args:
-        layers: the layers; more can be added.
+        layers: the layers; `add` appends more.
         name: the name in messages and summaries.
 
     >>> from ndistribute.models.layers import Dense
@@ -322,11 +322,11 @@ class Sequential(Model):
         self._connect_values()
 
     def add(self, layer: Layer | SymbolicArray) -> None:
-        """Append a layer; the first may be what `Input` returns.
+        """Append a layer; the first may be a result of `Input`.
 
         Raises:
-            TypeError: it is not a `Layer`.
-            ValueError: it is an `Input`, but not the first.
+            TypeError: `layer` is not a `Layer`.
+            ValueError: `layer` is an `Input`, but not the first.
         """
         self._append(layer)
         self._connect_values()
@@ -335,7 +335,7 @@ class Sequential(Model):
         """Remove the last layer, and return it.
 
         Raises:
-            IndexError: there is none.
+            IndexError: the model has no layers.
         """
         if not self.layers:
             raise IndexError(f"pop of {self.name!r}: it has no layers.")
@@ -396,7 +396,7 @@ class Sequential(Model):
 
 
 def _inputs_like(layer: Layer) -> list[SymbolicArray]:
-    """Return an input such as a layer needs; none if that is not known."""
+    """Return an input that fits a layer; None if the layer does not know its input."""
     graph = layer._graph if isinstance(layer, Model) else None
     if graph is not None and isinstance(graph.inputs, SymbolicArray):
         return [Input(graph.inputs.shape[1:], dtype=graph.inputs.dtype)]

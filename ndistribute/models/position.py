@@ -1,4 +1,4 @@
-"""`TrainingPosition`: where `fit` is in its epochs and its data, so that it can continue there."""
+"""`TrainingPosition`: the position of `fit` in its epochs and data, from which it can continue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_BATCHES = "{} got no batches: the dataset or the arrays are empty."
 
 @dataclasses.dataclass(eq=False)
 class TrainingPosition:
-    """Where a training is; a part of the state from which it can be continued."""
+    """The position of a training run: a part of the state from which it can continue."""
 
     epoch: int  # From 0.
     callbacks: Sequence[Callback] = ()
@@ -24,13 +24,13 @@ class TrainingPosition:
     steps_made: int = 0  # The steps made in all epochs.
     ahead: int = 0  # The steps beyond these that workers of a chief are making.
     iterator: Any = None  # Over the distributed dataset.
-    finished: bool = False  # Whether the training ended as planned.
+    finished: bool = False  # Whether training ended as planned.
     validates: bool = False  # Whether some epochs are validated.
-    exhausted: bool = False  # Whether the dataset has nothing for an epoch.
-    has_joined: bool = False  # Whether a newcomer goes on in an epoch that others have begun.
+    exhausted: bool = False  # Whether the dataset has no batch for an epoch.
+    has_joined: bool = False  # Whether a newcomer continues in an epoch that others began.
     trained: Sequence[Variable] = ()
     penalized: Any = None  # The layers with penalties, once a loop has begun.
-    logs: dict[str, Any] | None = None  # What the last step returned, if the model defines it.
+    logs: dict[str, Any] | None = None  # The last step's result, if the model defines it.
     shown: Any = None  # The metrics by name, once they are shown after a batch.
     fingerprint: Mapping[str, str] = dataclasses.field(default_factory=dict)
     _restored: Any = None  # The position of the iterator to begin at.
@@ -40,7 +40,8 @@ class TrainingPosition:
 
         Args:
             dataset: the distributed dataset.
-            steps: the steps of an epoch, if epochs go on in the dataset; otherwise None.
+            steps: the steps of an epoch, if each epoch continues in the dataset where the last one
+                ended; otherwise None.
         """
         if self.has_joined:
             self.has_joined = False  # Its iterator is that of the others.
@@ -51,7 +52,7 @@ class TrainingPosition:
             self.iterator.load_state_dict(restored)  # Later iterations continue after it.
         if self.iterator is None or (steps is None and not self.step):
             self.iterator = iter(dataset)
-            for _ in range(self.step):  # A chief, which saved no position in its input, made them.
+            for _ in range(self.step):  # A chief made them; it saved no position in its input.
                 next(self.iterator, None)
 
     def state_dict(self) -> dict[str, Any]:
@@ -65,7 +66,7 @@ class TrainingPosition:
         }
 
     def check_state(self, source: Path, state: Mapping[str, Any]) -> None:
-        """Raise a `ValueError` if a state, which was saved in a folder, is of another training."""
+        """Raise a `ValueError` if a state that was saved in a folder is of another training run."""
         was, now = state.get("fingerprint", {}), self.fingerprint
         parts = [part for part in {**was, **now} if was.get(part) != now.get(part)]
         if parts:
@@ -76,15 +77,15 @@ class TrainingPosition:
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a position of `state_dict`."""
+        """Continue from a result of `state_dict`."""
         self.epoch, self.step = state["epoch"], state["step"]
         self.steps_made, self._restored = state["steps_made"], state["input"]
 
     def next_batch(self, dataset: Any, steps: int | None) -> Any:
         """Return the next batch of an epoch, or None at its end.
 
-        An epoch begins anew in a dataset that has ended, and ends where it does, with a warning if
-        steps are left. A dataset that has nothing at all ends the training.
+        If the dataset has ended, the next epoch starts over in it. If it ends during an epoch, the
+        epoch ends too, with a warning if steps are left. An empty dataset ends training.
 
         Args:
             dataset: see `begin_epoch`.

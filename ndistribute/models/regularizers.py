@@ -1,4 +1,4 @@
-"""Regularizers: functions of a variable whose result is added to the loss."""
+"""Regularizers: functions of a variable that return a penalty, which is added to the loss."""
 
 from __future__ import annotations
 

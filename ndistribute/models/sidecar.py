@@ -1,4 +1,4 @@
-"""`SidecarEvaluator`: a task beside a training that scores its checkpoints as they appear."""
+"""`SidecarEvaluator`: a task beside a training job that evaluates each new checkpoint."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _log = logging.getLogger("ndistribute")
 
 @dataclasses.dataclass(eq=False, repr=False)
 class SidecarEvaluator:
-    """Evaluates a model with the weights of each new checkpoint in a directory, in their order.
+    """A task that evaluates a model with the weights of each new checkpoint in a directory.
 
-    The checkpoints are those of `CheckpointManager`, `ModelCheckpoint`, `BackupAndRestore` or
-    `save_weights`, with the model under the name ``model``. Only its weights are read, so its
-    optimizer need not be that of the training. A checkpoint that is damaged, or that the training
-    has deleted, is passed over.
+    It takes the checkpoints in order. They are those of `CheckpointManager`, `ModelCheckpoint`,
+    `BackupAndRestore` or `save_weights`, with the model under the name ``model``. It reads only the
+    weights, so the optimizer may differ from that of the training job. It skips a checkpoint that
+    is damaged or already deleted.
 
     Args:
         model: the compiled model, of a strategy with one process.
         data: the data for `evaluate`: a dataset, or ``(x, y)``.
         checkpoint_dir: the directory.
         steps: the number of batches; None means all.
-        max_evaluations: after how many checkpoints to end; None: no limit.
-        callbacks: `on_epoch_end` is called after each evaluation, with the number of steps made
-            and the metrics under names with ``val_``; before, those of `evaluate`. One that sets
-            `stop_training` ends it.
-        timeout_seconds: how long to wait for the next checkpoint; then it ends.
-        poll_seconds: how long to wait between two looks at the directory.
+        max_evaluations: the number of checkpoints after which it ends; None: no limit.
+        callbacks: during each evaluation, it calls the methods that `evaluate` calls. After it, it
+            calls `on_epoch_end` with the number of steps made and the metrics, whose names begin
+            with ``val_``. A callback that sets `stop_training` ends the task.
+        timeout_seconds: how long it waits for the next checkpoint before it ends.
+        poll_seconds: how often it looks at the directory, in seconds.
 
     Raises:
         ValueError: a number is negative, or the strategy of the model has several workers.
@@ -64,7 +64,7 @@ class SidecarEvaluator:
                 "SidecarEvaluator runs in one process, beside the workers: create the model in the "
                 "scope of a strategy of one process, such as MirroredStrategy."
             )
-        unpacked(self.data)  # Raises if it is no data.
+        unpacked(self.data)  # Raises if this is not data.
         self.callbacks = list(self.callbacks)
         self._seen: set[Path] = set()
 
@@ -120,7 +120,7 @@ class SidecarEvaluator:
 
 
 def _step_of(saved: Saved) -> int:
-    """Return the number of steps made: that of the manager, else of the optimizer or the file."""
+    """Return the number of steps made, from the manager, or from the optimizer or the file."""
     if "step" in saved.data:
         return int(saved.data["step"])
     counts = [int(count) for name, count in saved.tensors.items() if name.endswith("/iterations")]

@@ -1,9 +1,9 @@
-"""Symbolic arrays: what layers and NumPy's functions are called on to make a functional model.
+"""Symbolic arrays: pass them to layers and NumPy's functions to make a functional model.
 
 A symbolic array stands for the batches that a model will get. It has a dtype, and a shape in which
-None is an unknown length. A call with it is recorded and not made. The shapes of the results are
-found by two calls on zeros with different lengths where they are unknown: a length that then
-differs is unknown, too.
+None is an unknown length. A call with it is recorded instead of made. Two calls on zeros find the
+shapes of the results. They use different lengths for the unknown axes: a length of the result that
+differs between them is unknown, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NESTS = list, tuple, dict
 
 
 class SymbolicArray(ArrayMethods, NDArrayOperatorsMixin):
-    """The arrays that a model will compute at one place; `Input` and calls with it return it.
+    """A placeholder for an array that a model will compute; `Input` and recorded calls return it.
 
     Attributes:
         call: the recorded call that computes it.
@@ -113,7 +113,7 @@ class SymbolicArray(ArrayMethods, NDArrayOperatorsMixin):
     def _refusal(self, what: str, instead: str) -> TypeError:
         return TypeError(f"{what}: {self!r} is symbolic and has no values. Instead, {instead}.")
 
-    def __reduce__(self) -> Any:  # A worker makes the calls, and does not ask what leads to them.
+    def __reduce__(self) -> Any:  # A worker makes the calls, and does not need earlier calls.
         return SymbolicArray, (None, self.shape, self.dtype)
 
     def __repr__(self) -> str:
@@ -146,7 +146,7 @@ class RecordedCall:
         return _name_of(self.function)
 
     def make(self, value_of: Callable[[SymbolicArray], Any]) -> Any:
-        """Return the result for arrays in the places of symbolic ones."""
+        """Return the result, with arrays in place of the symbolic arrays."""
 
         def filled(leaf: Any) -> Any:
             return value_of(leaf) if type(leaf) is SymbolicArray else leaf
@@ -159,7 +159,7 @@ class RecordedCall:
 
 
 def record(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RecordedCall:
-    """Return the record of a call, whose outputs are symbolic.
+    """Record a call, and return the record, whose outputs are symbolic.
 
     A layer creates its variables now, under the current strategy.
 
@@ -167,7 +167,7 @@ def record(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rec
         ValueError: the number of axes of the result depends on the length of the batch.
     """
     strategy, results = get_strategy(), {}
-    # A layer computes as outside of training, because some keep statistics then.
+    # A layer computes as outside of training, because some layers update statistics in training.
     sampled = RecordedCall(function, args, {n: v for n, v in kwargs.items() if n != "training"})
 
     def compute() -> None:
@@ -202,7 +202,7 @@ def is_symbolic(value: Any) -> bool:
 
 @functools.cache
 def is_plain(kind: Any) -> bool:
-    """Return True for a type of values that are no nests, symbolic arrays or tensors of graphs."""
+    """Return True for a type that is not a nest, a symbolic array or a tensor of a graph."""
     return not hasattr(kind, "__call_model__") and not issubclass(kind, (SymbolicArray, *_NESTS))
 
 
@@ -255,7 +255,7 @@ def sample_shape(value: SymbolicArray, lengths: tuple[int, int] = _LENGTHS[0]) -
 
 
 def _output(call: RecordedCall, short: Any, long: Any) -> Any:
-    """Return what stands for a result, given the results for two lengths of a batch."""
+    """Return a symbolic array for a result, from the results for two lengths of a batch."""
     if not hasattr(short, "dtype"):
         if short != long:
             raise ValueError(

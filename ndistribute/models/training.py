@@ -1,8 +1,8 @@
 """`Trainer`: the loops `fit`, `evaluate` and `predict` over distributed data.
 
-A loop runs the model's step on every replica, for each batch of the distributed dataset. Metrics
-are read at the end of an epoch, so between steps no process waits for another, except in the
-collectives of the step.
+A loop runs the model's step on every replica, for each batch of the distributed dataset. It reads
+metrics only at the end of an epoch, so processes wait for each other only in the collectives of the
+steps.
 """
 
 from __future__ import annotations
@@ -58,29 +58,33 @@ class Trainer(TrainingSteps):
     ) -> History:
         """Train the model, and return the metrics of each epoch.
 
-        Where workers come and go, a newcomer joins in the running step. If the others have ended
-        the training, it gets their history.
+        In an elastic job, a newcomer joins in the running step. If the others have already ended
+        training, it gets their history.
 
         Args:
             x: a nest of arrays, or a dataset of batches ``(x, y)`` or ``(x, y, sample_weight)`` of
                 the global batch size.
             y: the labels, for arrays.
             batch_size: the global batch size, for arrays; None means 32.
-            epochs: the number of the epoch to stop before.
+            epochs: the number of epochs; with `initial_epoch`, the number of the epoch before which
+                to stop.
             verbose: 0 shows nothing, 1 a progress bar, 2 a line an epoch; ``"auto"`` means 1. Only
                 the chief shows anything.
             callbacks: `Callback` objects, the same on every worker.
-            validation_split: the share of the arrays, at their end, that is kept for validation.
+            validation_split: the share of the arrays that is used for validation, taken from their
+                end.
             validation_data: ``(x, y)`` or ``(x, y, sample_weight)`` of arrays, or a dataset.
-            shuffle: whether arrays are shuffled anew in each epoch.
-            class_weight: the weight of the examples of each label; others have weight 1.
+            shuffle: whether to shuffle arrays again in each epoch.
+            class_weight: a dict with the weight of the examples of each label; other labels have
+                weight 1.
             sample_weight: the weight of each example, for arrays.
             initial_epoch: the number of the first epoch.
-            steps_per_epoch: the steps of an epoch; the next one continues there in the dataset, or
-                begins anew where that has ended. None means all batches.
+            steps_per_epoch: the steps of an epoch. The next epoch continues in the dataset where
+                this one ended, or starts over if the dataset has ended. None means all batches.
             validation_steps: the steps of a validation; None means all batches.
             validation_batch_size: the batch size of `validation_data`; None means `batch_size`.
-            validation_freq: after how many epochs to validate, or after which, counted from 1.
+            validation_freq: validate every this many epochs; or the epochs after which to validate,
+                counted from 1.
 
         Raises:
             RuntimeError: the model is not compiled, or `fit` was called inside a replica.
@@ -129,7 +133,7 @@ class Trainer(TrainingSteps):
         validated: Collection[int],
         loop: AbstractContextManager[bool],
     ) -> None:
-        """Make the remaining epochs, of which some are validated by `evaluate`."""
+        """Make the remaining epochs, and validate some of them with `evaluate`."""
         position, logs = self.position, dict[str, Any]()
         try:
             called.call("on_train_begin", {})
@@ -172,7 +176,7 @@ class Trainer(TrainingSteps):
     ) -> Any:
         """Return the loss and the metrics over data.
 
-        A newcomer that joins its job after this evaluation gets what the others got.
+        A newcomer that joins an elastic job after this evaluation gets the result of the others.
 
         Args:
             x: a nest of arrays, or a dataset as for `fit`.
@@ -218,9 +222,9 @@ class Trainer(TrainingSteps):
         class_weight: Mapping[int, float] | None = None,
         return_dict: bool = False,
     ) -> Any:
-        """Make a step with one batch of arrays; return its loss and metrics, as `evaluate` does.
+        """Make a training step with one batch of arrays; return its loss and metrics.
 
-        Every worker passes the whole batch.
+        Every worker passes the whole batch. The result has the form of `evaluate`.
 
         Args:
             x: a nest of arrays.
@@ -256,7 +260,7 @@ class Trainer(TrainingSteps):
             return _as_asked(self._results(), return_dict)
 
     def _distributed(self, data: Any, **steps: int | None) -> Any:
-        """Return a dataset divided among the replicas, which it may be already."""
+        """Return a dataset that is divided among the replicas; it may be divided already."""
         divided = self.strategy.elastic(data)
         if None in steps.values() and divided.cardinality() == INFINITE_CARDINALITY:
             raise ValueError(f"the dataset repeats without end: pass {next(iter(steps))}.")
@@ -280,7 +284,7 @@ class Trainer(TrainingSteps):
     ) -> Any:
         """Return the predictions for all examples, in their order, as arrays on the host.
 
-        A newcomer that joins its job after this prediction gets what the others got.
+        A newcomer that joins an elastic job after this prediction gets the result of the others.
 
         Args:
             x: a nest of arrays, or a dataset of batches ``x``, ``(x,)`` or ``(x, y)``.
@@ -320,7 +324,7 @@ class Trainer(TrainingSteps):
     def _begin(
         self, epochs: range, callbacks: list[Callback], data: Dataset, more: Any
     ) -> TrainingPosition:
-        """Begin a training, alike on all workers, and return its position."""
+        """Begin training, in the same way on all workers, and return its position."""
         trained = self.trainable_variables
         if not trained and self.variables and not self._defines("train_step"):
             raise ValueError(
@@ -362,13 +366,13 @@ class Trainer(TrainingSteps):
             self.finish_step(end)
 
     def finish_step(self, end: Sequence[Callable[..., None]]) -> None:
-        """Count a step that was made, and call the methods of callbacks for its end."""
+        """Count a completed step, and call the callbacks' methods for its end."""
         position, number = self.position, self.position.step
         position.step, position.steps_made = number + 1, position.steps_made + 1
         self._end_batch(end, number)
 
     def _end_batch(self, end: Sequence[Callable[..., None]], number: int) -> None:
-        """Call the methods of callbacks for the end of a batch, which alone need its logs."""
+        """Call the callbacks' methods for the end of a batch; only these need its logs."""
         is_traced = counters_due()
         if end or is_traced:
             logs = self._local_logs()
@@ -378,7 +382,7 @@ class Trainer(TrainingSteps):
                 call(number, logs)
 
     def run_step(self, batch: Any) -> dict[str, Any]:
-        """Make a step for a chief with a distributed batch, and return what `take_logs` takes."""
+        """Make a step for a chief with a distributed batch, and return the logs for `take_logs`."""
         self._run("_train_step", batch)
         if self.position.logs is None:
             return {}
@@ -418,7 +422,7 @@ class Trainer(TrainingSteps):
         return type(self).call is not Layer.call
 
     def _build_from(self, data: Dataset) -> None:
-        """Create the variables of all layers, by a call on one example of zeros."""
+        """Create the variables of all layers by a call on one example of zeros."""
         if not self._defines_call():
             return  # Its steps call its parts, which are built then.
         if not (self.built and all(layer.built for layer in self.walk())):
@@ -444,10 +448,10 @@ class Trainer(TrainingSteps):
 
         Args:
             path: the path.
-            overwrite: whether there may be something at the path already.
+            overwrite: whether to replace what is at the path already.
 
         Raises:
-            FileExistsError: there is.
+            FileExistsError: the path exists, and `overwrite` is False.
         """
         check_absent(self.strategy, path, overwrite)
         if not self.variables:
@@ -459,7 +463,7 @@ class Trainer(TrainingSteps):
 
     @by_every_worker
     def load_weights(self, path: str | os.PathLike[str]) -> None:
-        """Set the variables of all layers to what was saved; see `Checkpoint.restore`.
+        """Set the variables of all layers to the saved values; see `Checkpoint.restore`.
 
         Args:
             path: a result of `save_weights`, `export`, or ``Checkpoint(model=model).save``, or the
@@ -488,6 +492,6 @@ def _trace(logs: Mapping[str, Any]) -> None:
 
 
 def _as_asked(logs: dict[str, Any], return_dict: bool) -> Any:
-    """Return logs as a dict, or as a list of the values, or as the only one."""
+    """Return logs as a dict, as a list of the values, or as the only value."""
     values = list(logs.values())
     return logs if return_dict else values if len(values) > 1 else values[0]

@@ -1,8 +1,8 @@
 """`TrainingSteps`: how a model is compiled, and the step of `fit`, `evaluate` and `predict`.
 
-Each step runs on every replica with its part of a batch. A model that defines `train_step`,
-`test_step`, `predict_step`, `compute_loss` or `compute_metrics` itself has these called instead of
-the ones here. This file knows nothing of epochs, datasets and callbacks.
+Each step runs on every replica with its part of a batch. If a model defines `train_step`,
+`test_step`, `predict_step`, `compute_loss` or `compute_metrics`, the loops call that method instead
+of the method here. This file knows nothing about epochs, datasets and callbacks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TrainingSteps(Layer):
     """A layer that can be compiled, and the steps of its training on a replica."""
 
     _uncalled = Layer._uncalled | dict.fromkeys(_OF_KERAS, "define train_step, or write a loop")
-    del _uncalled["trainable_variables"]  # That of a model has an effect.
+    del _uncalled["trainable_variables"]  # Only the attribute of a model has an effect.
 
     output_names: Sequence[str] | None = None
     """The names of the outputs, once known."""
@@ -53,7 +53,7 @@ class TrainingSteps(Layer):
         self.strategy: Any = get_strategy()
         self.stop_training = False
         self.optimizer: Any = None
-        self.history: Any = None  # What the last `fit` returned.
+        self.history: Any = None  # The result of the last `fit`.
         self.loss: Any = None
         self.compiled: dict[str, Any] | None = None
         """The losses, metrics and their weights that `compile` got."""
@@ -76,24 +76,25 @@ class TrainingSteps(Layer):
         """Set the optimizer, the losses and the metrics.
 
         If layers compute in float16, the optimizer is wrapped in a `LossScale`. The keywords
-        ``run_eagerly`` and ``steps_per_execution`` are accepted, and change nothing.
+        ``run_eagerly`` and ``steps_per_execution`` are accepted, but have no effect.
 
         Args:
             optimizer: an optimizer, or its name.
-            loss: a `Loss`, its name, or a function of labels and predictions. For several outputs,
-                one for all, or a list or a dict of them by output; None: the output has none.
+            loss: a `Loss`, its name, or a function of labels and predictions. For several outputs:
+                one loss for all, or a list or dict of losses by output. None: no loss.
             metrics: metrics, their names, or functions of labels and predictions. For several
                 outputs, a list that each output gets, or a list or a dict of lists by output.
-            loss_weights: what the loss of each output is multiplied by: a list or a dict.
-            weighted_metrics: the same as `metrics`; these use the sample weights.
-            jit_compile: whether XLA compiles the steps of `fit`, `evaluate` and `predict`; with
-                several replicas, those of `fit` without the update. `TPUStrategy` always does.
+            loss_weights: the factor of each output's loss, in a list or a dict.
+            weighted_metrics: like `metrics`, but these use the sample weights.
+            jit_compile: whether XLA compiles the steps of `fit`, `evaluate` and `predict`. With
+                several replicas, the compiled step of `fit` does not include the update.
+                `TPUStrategy` always compiles.
 
         Raises:
-            TypeError: a class is passed, or metrics are no list or dict.
-            ValueError: a name is unknown, or steps cannot be compiled: those of variables on
-                parameter servers, and with several replicas those that the model defines.
-            RuntimeError: called in the scope of another strategy than that of the model.
+            TypeError: a class is passed, or metrics are not a list or dict.
+            ValueError: a name is unknown, or a step cannot be compiled: its variables are on
+                parameter servers, or the model defines it and there are several replicas.
+            RuntimeError: called in the scope of a strategy other than the model's.
         """
         for _, part in tree.leaves("", (optimizer, loss, metrics, weighted_metrics)):
             if isinstance(part, type):
@@ -122,14 +123,14 @@ class TrainingSteps(Layer):
             self._name_outputs(self.output_names or names_of(like))
 
     def get_compile_config(self) -> dict[str, Any]:
-        """Return what `save` writes of `compile`; a model whose `compile` differs defines it."""
+        """Return the arguments of `compile` to save; define it if your `compile` has others."""
         how = {"optimizer": self.optimizer, "jit_compile": self._jit_compile}
         return {**(self.compiled or {}), **how}
 
     def compile_from_config(self, config: Mapping[str, Any]) -> None:
-        """Compile a loaded model with what `get_compile_config` returned.
+        """Compile a loaded model with the result of `get_compile_config`.
 
-        A model that defines `compile` alone is not compiled: a warning says so.
+        A model that defines `compile` but not this method is not compiled; a warning says so.
         """
         owner = next(kind for kind in type(self).__mro__ if "compile" in vars(kind))
         if owner.__module__.partition(".")[0] == __name__.partition(".")[0]:
@@ -156,14 +157,14 @@ class TrainingSteps(Layer):
             )
 
     def _name_outputs(self, names: Sequence[str]) -> None:
-        """Make the metrics for outputs of some names, if they are not those that there are."""
+        """Create the metrics for outputs of some names, if these names are new."""
         if self._objective is None or self._objective.names != list(names):
             parts: dict[str, Any] = self.compiled or {}
             self._objective = Objective(names, **parts | {"loss": self.loss})
 
     @property
     def metrics(self) -> list[_metrics.Metric]:
-        """The means of losses, the metrics given to `compile`, and those that layers hold."""
+        """The means of losses, the metrics passed to `compile`, and the metrics of layers."""
         compiled = [] if self._objective is None else self._objective.named.values()
         return list({id(each): each for each in (*compiled, *self._held_metrics())}.values())
 
@@ -181,12 +182,13 @@ class TrainingSteps(Layer):
     # Methods that a subclass may define.
 
     def train_step(self, data: Any) -> dict[str, Any]:
-        """Make a step on this replica, and return what the logs contain, by name.
+        """Make a training step on this replica, and return its logs, by name.
 
-        A subclass may define it. In it a loss object and `compute_loss` return the mean over the
-        examples of this replica, with the gradient of this replica's share of the mean over the
-        batch, because the gradients that replicas apply are added up. Numbers that it returns are
-        averaged over the replicas; the `result()` of a metric becomes that of all of them.
+        A subclass may define it. In it, a loss object and `compute_loss` return the mean over the
+        examples of this replica. The gradient of this mean is that of the replica's share of the
+        mean over the batch, because replicas add up the gradients that they apply. The logs contain
+        the mean over the replicas of a number that it returns. For the `result()` of a metric they
+        contain the value over all replicas.
 
         Args:
             data: this replica's part of a batch: ``x``, ``(x, y)`` or ``(x, y, sample_weight)``.
@@ -195,7 +197,7 @@ class TrainingSteps(Layer):
         return self.get_metrics_result() if logs is None else logs
 
     def test_step(self, data: Any) -> dict[str, Any]:
-        """Add this replica's part of a batch to the metrics, and return what the logs contain."""
+        """Add this replica's part of a batch to the metrics, and return the logs, by name."""
         logs = self._compiled_test_step(data, None)
         return self.get_metrics_result() if logs is None else logs
 
@@ -213,15 +215,15 @@ class TrainingSteps(Layer):
     ) -> Any:
         """Return the sum of the losses of all outputs and of `losses`; see `train_step`.
 
-        A subclass may define it, as a mean over the examples of this replica. In a loop of one's
-        own it returns this replica's share, as a `Loss` does.
+        A subclass may define it to return a mean over the examples of this replica. In your own
+        loop it returns this replica's share, as a `Loss` does.
 
         Args:
-            x: the inputs, which only others may use.
+            x: the inputs; only overrides use them.
             y: the labels.
             y_pred: the predictions.
             sample_weight: the weight of each example.
-            training: whether the model is trained, which only others may use.
+            training: whether the model is being trained; only overrides use it.
         """
         return self.compiled_loss(y, y_pred, sample_weight, self.losses)
 
@@ -232,7 +234,7 @@ class TrainingSteps(Layer):
         sample_weight: Any = None,
         regularization_losses: Sequence[Any] = (),
     ) -> Any:
-        """Return the sum of the losses of all outputs and of others; so it is named in Keras 2."""
+        """Return the sum of the losses of all outputs and of others; Keras 2 uses this name."""
         compared = self._objective.compared(y, y_pred, sample_weight, self._called)
         rows = _batches.rows_of(y_pred)
         count = _losses.global_count(rows)
@@ -241,7 +243,7 @@ class TrainingSteps(Layer):
         return loss_forms.in_form(share)
 
     def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        """Add a batch to the metrics given to `compile`, and return `get_metrics_result`."""
+        """Add a batch to the metrics passed to `compile`, and return `get_metrics_result`."""
         self._objective.count(self._objective.compared(y, y_pred, sample_weight, self._called))
         return self.get_metrics_result()
 
@@ -257,7 +259,7 @@ class TrainingSteps(Layer):
         return {name: value for part in parts for name, value in part.items()}
 
     def reset_metrics(self) -> None:
-        """Forget all examples; called before each epoch and each evaluation."""
+        """Reset all metrics; called before each epoch and each evaluation."""
         known = [*self._objective.named.values(), *self.metrics]
 
         def reset() -> None:
@@ -284,7 +286,7 @@ class TrainingSteps(Layer):
         count = _losses.global_count(_batches.rows_of(data)) if rows is None else rows
         gradients_of = self._steps.get("_gradients", self._gradients)
         gradients, logs = gradients_of(data, count, _replicas())
-        if gradients:  # Not if nothing but statistics is trained.
+        if gradients:  # Not if the model trains nothing but statistics.
             self.optimizer.apply_gradients(zip(gradients, self._trained(), strict=True))
         return logs
 
@@ -340,7 +342,7 @@ class TrainingSteps(Layer):
         return self._counted(compared, share, count, batch, predicted)
 
     def _compared(self, batch: Any, predicted: Any, rows: float, replicas: int) -> tuple[Any, Any]:
-        """Return what is compared in a batch, and this replica's share of the loss."""
+        """Return the labels and predictions of a batch, and this replica's share of the loss."""
         x, y, weight = batch
         compared = self._objective.compared(y, predicted, weight, self._called)
         if not self._defines("compute_loss"):
@@ -375,7 +377,7 @@ class TrainingSteps(Layer):
         return [each for layer in layers for each in layer.penalties()] + self._added_losses()
 
     def _counted(self, compared: Any, share: Any, rows: float, batch: Any, predicted: Any) -> Any:
-        """Add a batch to the metrics, and return the logs that the model makes of them, if any."""
+        """Add a batch to the metrics, and return the logs that the model defines, if any."""
         x, y, weight = batch
         self._objective.loss.count(share, rows, _batches.rows_of(batch))
         if not self._defines("compute_metrics") and not self._defines("get_metrics_result"):
@@ -410,7 +412,7 @@ class TrainingSteps(Layer):
         return f"model {self.name!r}"
 
     def _renew_steps(self) -> None:
-        """Make new steps if the model has other parts: its compiled steps would keep the old."""
+        """Make new steps if the model has other parts; compiled steps would keep the old parts."""
         self.position.shown = None
         methods = [getattr(self, name) for name in _STEPS if self._defines(name)]
         around = Identities().of(self, (self.loss, self.metrics, methods))

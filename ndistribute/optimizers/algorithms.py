@@ -21,7 +21,8 @@ from ndistribute.update_rules import Rule
 class ByRule(Optimizer):
     """The base class of optimizers that take a learning rate and the parameters of their rule.
 
-    A subclass names the rule, and defaults of the learning rate and of options that come after it.
+    A subclass names its rule. It may give defaults for the learning rate and for the options of the
+    rule.
     """
 
     if TYPE_CHECKING:
@@ -86,7 +87,8 @@ class SGDRule(Rule):
 class MomentumRule(SGDRule):
     """The update rule of `ndistribute.graph.MomentumOptimizer`, which sums plain gradients.
 
-    The rate of a step scales the whole sum, so steps differ from `SGDRule` when the rate changes.
+    The rate of a step scales the whole sum. So the steps differ from those of `SGDRule` when the
+    rate changes.
     """
 
     name = "momentum"
@@ -113,10 +115,10 @@ class SGD(ByRule, rule=SGDRule, learning_rate=0.01):
     al., "On the importance of initialization and momentum in deep learning", 2013).
 
     Args:
-        learning_rate: a number, or a function of the number of steps made that returns a number.
-        momentum: m, in ``[0, 1]``; 0 means without momentum.
+        learning_rate: a number, or a function that maps the number of steps made to a number.
+        momentum: m, in ``[0, 1]``; 0 turns momentum off.
         nesterov: whether to use Nesterov's correction, which needs momentum.
-        options: `clipnorm`, `weight_decay`, `use_ema`, `name` and others, see `Optimizer`.
+        options: other arguments of `Optimizer`, such as `clipnorm`, `weight_decay` and `name`.
 
     Raises:
         ValueError: `momentum` is out of range, or `nesterov` is True without momentum.
@@ -165,10 +167,10 @@ class Adagrad(ByRule, rule=AdagradRule):
     Source: Duchi, Hazan, Singer, "Adaptive Subgradient Methods", 2011.
 
     Args:
-        learning_rate: a number, or a function of the number of steps made that returns a number.
+        learning_rate: a number, or a function that maps the number of steps made to a number.
         initial_accumulator_value: the initial value of the sum of squares, 0 or more.
         epsilon: a constant that is added to the sum before the root.
-        options: `clipnorm`, `weight_decay`, `use_ema`, `name` and others, see `Optimizer`.
+        options: other arguments of `Optimizer`, such as `clipnorm`, `weight_decay` and `name`.
 
     >>> import ndistribute as nd
     >>> v = nd.Variable([1.0])
@@ -199,15 +201,15 @@ class AdadeltaRule(Rule):
 
 
 class Adadelta(ByRule, rule=AdadeltaRule):
-    """Adadelta, whose steps have the size of earlier ones, by the squares of recent gradients.
+    """Adadelta, which scales each step by moving averages of squared gradients and squared steps.
 
     Source: Zeiler, "ADADELTA: An Adaptive Learning Rate Method", 2012, whose learning rate is 1.
 
     Args:
-        learning_rate: a number, or a function of the number of steps made that returns a number.
-        rho: how much of the averages of squares stays in a step.
+        learning_rate: a number, or a function that maps the number of steps made to a number.
+        rho: the decay rate of both averages.
         epsilon: a constant that is added to the averages.
-        options: `clipnorm`, `weight_decay`, `use_ema`, `name` and others, see `Optimizer`.
+        options: other arguments of `Optimizer`, such as `clipnorm`, `weight_decay` and `name`.
 
     >>> import ndistribute as nd
     >>> v = nd.Variable([1.0])
@@ -258,18 +260,19 @@ class AdamRule(Rule):
 
 
 class Adam(ByRule, rule=AdamRule):
-    """Adam, whose step is the mean gradient over the root of the mean squared gradient.
+    """Adam, which divides the mean gradient by the root of the mean squared gradient.
 
-    Both are moving averages. Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization",
-    2015, in the form of the end of section 2, where the bias correction is part of the rate.
+    Both means are moving averages. Source: Kingma and Ba, "Adam: A Method for Stochastic
+    Optimization", 2015, in the form at the end of section 2, which puts the bias correction into
+    the rate.
 
     Args:
-        learning_rate: a number, or a function of the number of steps made that returns a number.
+        learning_rate: a number, or a function that maps the number of steps made to a number.
         beta_1: the decay rate of the mean, in ``[0, 1)``.
         beta_2: the decay rate of the mean of squares, in ``[0, 1)``.
         epsilon: a constant that is added to the root.
         amsgrad: whether to divide by the root of the largest mean of squares so far.
-        options: `clipnorm`, `weight_decay`, `use_ema`, `name` and others, see `Optimizer`.
+        options: other arguments of `Optimizer`, such as `clipnorm`, `weight_decay` and `name`.
 
     Raises:
         ValueError: `beta_1` or `beta_2` is out of range.
@@ -283,18 +286,18 @@ class Adam(ByRule, rule=AdamRule):
 
 
 class AdamW(ByRule, rule=AdamRule, weight_decay=0.004):
-    """Adam with weight decay that does not pass through the means.
+    """Adam with decoupled weight decay, which the moving averages do not include.
 
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
 
     Args:
-        learning_rate: a number, or a function of the number of steps made that returns a number.
-        weight_decay: the share of a variable that is subtracted in a step, times the rate.
+        learning_rate: a number, or a function that maps the number of steps made to a number.
+        weight_decay: each step subtracts this share of the variable, times the rate.
         beta_1: the decay rate of the mean, in ``[0, 1)``.
         beta_2: the decay rate of the mean of squares, in ``[0, 1)``.
         epsilon: a constant that is added to the root.
         amsgrad: whether to divide by the root of the largest mean of squares so far.
-        options: `clipnorm`, `weight_decay`, `use_ema`, `name` and others, see `Optimizer`.
+        options: other arguments of `Optimizer`, such as `clipnorm`, `weight_decay` and `name`.
 
     >>> import ndistribute as nd
     >>> v = nd.Variable([1.0])
@@ -313,7 +316,7 @@ class NadamRule(AdamRule):
 
     def rate(self, step: int, learning_rate: float) -> tuple[float, float, float]:
         """Return the factors of the mean and of the gradient, and that of the mean square."""
-        # The product of the momentums so far; it stops to matter.
+        # The product of the momentums so far, which soon becomes too small to matter.
         steps = np.arange(1, min(step, _PRODUCT_STEPS) + 1)
         now, after = (self.beta_1 * (1 - 0.5 * 0.96**k) for k in (step, step + 1))
         product = float(np.prod(self.beta_1 * (1 - 0.5 * 0.96**steps)))
@@ -331,16 +334,16 @@ class NadamRule(AdamRule):
 
 
 class Nadam(ByRule, rule=NadamRule):
-    """Adam with Nesterov's momentum, whose share rises in the first steps.
+    """Adam with Nesterov momentum, which increases during the first steps.
 
     Source: Dozat, "Incorporating Nesterov Momentum into Adam", 2016.
 
     Args:
-        learning_rate: a number, or a function of the number of steps made that returns a number.
+        learning_rate: a number, or a function that maps the number of steps made to a number.
         beta_1: the decay rate of the mean, in ``[0, 1)``.
         beta_2: the decay rate of the mean of squares, in ``[0, 1)``.
         epsilon: a constant that is added to the root.
-        options: `clipnorm`, `weight_decay`, `use_ema`, `name` and others, see `Optimizer`.
+        options: other arguments of `Optimizer`, such as `clipnorm`, `weight_decay` and `name`.
 
     >>> import ndistribute as nd
     >>> v = nd.Variable([1.0])
@@ -392,14 +395,15 @@ class Ftrl(ByRule, rule=FtrlRule):
     Source: McMahan et al., "Ad Click Prediction: a View from the Trenches", 2013.
 
     Args:
-        learning_rate: a number, or a function of the number of steps made that returns a number.
-        learning_rate_power: the power of the sum of squared gradients in the rate, 0 or less.
+        learning_rate: a number, or a function that maps the number of steps made to a number.
+        learning_rate_power: the exponent of the sum of squared gradients in the rate, 0 or less.
         initial_accumulator_value: the initial value of that sum.
-        l1_regularization_strength: the penalty of absolute values, which makes variables 0.
-        l2_regularization_strength: the penalty of squares.
-        l2_shrinkage_regularization_strength: the penalty of squares in the gradient alone.
-        beta: of the source, added to the root of the sum.
-        options: `clipnorm`, `weight_decay`, `use_ema`, `name` and others, see `Optimizer`.
+        l1_regularization_strength: the penalty on absolute values, which sets small weights to 0.
+        l2_regularization_strength: the penalty on squares.
+        l2_shrinkage_regularization_strength: a penalty on squares that is added to the gradient
+            only.
+        beta: a constant that is added to the root of the sum, as in the source.
+        options: other arguments of `Optimizer`, such as `clipnorm`, `weight_decay` and `name`.
 
     >>> import ndistribute as nd
     >>> v = nd.Variable([1.0])
@@ -459,12 +463,12 @@ class RMSprop(ByRule, rule=RMSpropRule):
     "Generating Sequences With Recurrent Neural Networks", 2013.
 
     Args:
-        learning_rate: a number, or a function of the number of steps made that returns a number.
+        learning_rate: a number, or a function that maps the number of steps made to a number.
         rho: the decay rate of the average, in ``[0, 1)``.
-        momentum: the decay rate of a velocity, in ``[0, 1)``; 0 means without one.
+        momentum: the decay rate of the velocity, in ``[0, 1)``; 0 turns momentum off.
         epsilon: a constant that is added to the average before the root.
-        centered: whether to subtract the squared average of the gradient from the average square.
-        options: `clipnorm`, `weight_decay`, `use_ema`, `name` and others, see `Optimizer`.
+        centered: whether to subtract the square of the average gradient from the average square.
+        options: other arguments of `Optimizer`, such as `clipnorm`, `weight_decay` and `name`.
 
     >>> import ndistribute as nd
     >>> v = nd.Variable([1.0])
@@ -480,15 +484,15 @@ def _check_below_one(**numbers: float) -> None:
             raise ValueError(f"{name} must be in [0, 1), got {value}.")
 
 
-# After so many steps the product of the momentums of `Nadam` does not change the rate.
+# After this many steps, the product of the momentums of `Nadam` no longer changes the rate.
 _PRODUCT_STEPS = 1000
 _ALL = (Adadelta, Adagrad, Adam, AdamW, Ftrl, Nadam, RMSprop, SGD)
 NAMED: dict[str, type[Optimizer]] = {kind.__name__.lower(): kind for kind in _ALL}
-_PARTS: dict[str, Any] = NAMED | schedules.NAMED  # What the configuration of one may have.
+_PARTS: dict[str, Any] = NAMED | schedules.NAMED  # What its configuration may have.
 
 
 def get(optimizer: str | Optimizer) -> Optimizer:
-    """Return a new optimizer for a name or what `serialize` returned; an `Optimizer` unchanged.
+    """Return an optimizer for a name or a result of `serialize`; return an `Optimizer` unchanged.
 
     Raises:
         ValueError: the name is unknown.

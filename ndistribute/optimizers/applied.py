@@ -1,8 +1,8 @@
-"""What an optimizer does with gradients before the update: checks, sums over replicas, clipping.
+"""The steps before an update: an optimizer checks, sums and clips the gradients.
 
-Nothing here changes a variable, so an error leaves all as it was. The gradients that are clipped
-are those that update variables: summed over replicas, and of a shard the replica's own, of whose
-norm the other replicas have the rest.
+Nothing here changes a variable, so an error leaves all variables as they were. Clipping applies to
+the gradients that update the variables: the sums over replicas. The gradient of a shard is the
+replica's own, and the other replicas hold the rest of its norm.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def checked_pairs(
 
 
 def check_home(variables: Sequence[Any]) -> None:
-    """Raise a `ValueError` if variables cannot be trained, or not together."""
+    """Raise a `ValueError` if variables cannot be trained, or cannot be trained together."""
     here = [variable for variable in variables if not isinstance(variable, ServedVariable)]
     for variable in here:
         if not isinstance(variable, MirroredVariable):
@@ -101,7 +101,7 @@ def check_home(variables: Sequence[Any]) -> None:
 
 
 def check_whole(variables: Sequence[Any], advice: str) -> None:
-    """Raise a `ValueError` with an advice if a variable is divided among replicas."""
+    """Raise a `ValueError` that contains the advice if a variable is divided among replicas."""
     for index in divided(variables):
         raise ValueError(f"variable {variables[index].name!r} is sharded over replicas: {advice}")
 
@@ -117,7 +117,7 @@ def sum_over(replica: Any, gradients: Sequence[Any], variables: Sequence[Any]) -
 
 
 def one_bound(**bounds: float | None) -> tuple[str, float] | None:
-    """Return the kind and the size of the one bound of gradients that is given, if any."""
+    """Return the kind and the size of the bound that the user set; None if there is none."""
     limits = [(kind, bound) for kind, bound in bounds.items() if bound is not None]
     if len(limits) > 1:
         raise ValueError("give at most one of clipnorm, global_clipnorm and clipvalue.")
@@ -129,13 +129,13 @@ def one_bound(**bounds: float | None) -> tuple[str, float] | None:
 def clipped(
     kind: str, bound: float, gradients: Sequence[Any], variables: Sequence[Any]
 ) -> list[Any]:
-    """Return clipped gradients, 16-bit ones as float32; the given ones do not change."""
+    """Return clipped copies of gradients; copies of 16-bit gradients are float32."""
     wide = [_summed(map_values(widened, gradient)) for gradient in gradients]
     if kind == "clipvalue":
         return [map_values(partial(_cut, float(bound)), gradient) for gradient in wide]
     norms = [_norm(gradient) for gradient in wide]
     shards = divided(variables)
-    if shards:  # Of which each replica has a part of the norm.
+    if shards:  # Each replica has a part of their norms.
         replica: Any = get_replica_context()
         squares = replica.all_reduce("sum", np.stack([norms[index] ** 2 for index in shards]))
         for index, square in zip(shards, squares, strict=True):

@@ -1,9 +1,9 @@
 """`Optimizer`, which updates variables by their gradients under any strategy.
 
-Inside a replica, the gradients are summed over all replicas, and each replica updates the part of
-the variables and slots that it owns, so nothing is computed twice. Outside replicas, the gradients
-are final, and every copy is updated. For variables on parameter servers, the servers make the step:
-they receive the gradients and the name and hyperparameters of the rule.
+Inside a replica, the optimizer sums the gradients over all replicas. Each replica then updates the
+part of the variables and slots that it owns, so no element is computed twice. Outside replicas, the
+optimizer takes the gradients as final and updates every copy. Parameter servers update their
+variables themselves: they receive the gradients, the name of the rule and its hyperparameters.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from ndistribute.variables.variable import Variable
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 LearningRate = float | Callable[[int], float]
-# For each variable and each memory: the variable and its slots, writable; and the step's rate.
+# For each variable and each memory: the writable arrays of the variable and its slots. The rate of
+# the step comes last.
 _Opened = tuple[list[list[tuple[Array, ...]]], float]
 
 _OF_KERAS = (
@@ -48,7 +49,7 @@ _OF_KERAS = (
 
 @functools.singledispatch
 def optimizer_for(value: Any, optimizer: Any) -> Any:
-    """Return what updates variables by an optimizer: itself, or what graphs register for theirs.
+    """Return the optimizer that updates variables: this one, or one for graphs.
 
     Args:
         value: a loss, or a variable.
@@ -58,14 +59,14 @@ def optimizer_for(value: Any, optimizer: Any) -> Any:
 
 
 def _also_in_graphs(method: Method) -> Method:
-    """Return a method that for a loss or variables of a graph returns an operation.
+    """Return a method that returns an operation if its loss or variables belong to a graph.
 
-    It then has the arguments of the method of `ndistribute.graph.Optimizer`.
+    It then takes the arguments of that method of `ndistribute.graph.Optimizer`.
     """
 
     @functools.wraps(method)
     def call(self: Any, what: Any, *args: Any, **kwargs: Any) -> Any:
-        what = list(what) if hasattr(what, "__next__") else what  # Pairs from a zip.
+        what = list(what) if hasattr(what, "__next__") else what  # The pairs may come from a zip.
         is_listed = isinstance(what, (list, tuple)) and what and isinstance(what[0], tuple)
         last = what[0][-1] if is_listed else what
         updater = self if isinstance(last, Variable) else optimizer_for(last, self)
@@ -80,23 +81,26 @@ class Optimizer(Explaining, Shown):
     """The base class of optimizers, which update variables by their gradients.
 
     Args:
-        rule: the arithmetic of the update, and the names of the slots that it needs.
-        learning_rate: a number, or a function of the number of steps made that returns a number.
-        clipnorm: the maximum norm of each gradient, summed over replicas; larger ones are scaled.
-        global_clipnorm: the maximum norm of all gradients together; larger ones are scaled.
+        rule: the `Rule`, which computes the update and names the slots that it needs.
+        learning_rate: a number, or a function that maps the number of steps made to a number.
+        clipnorm: the maximum norm of each summed gradient; a larger gradient is scaled down.
+        global_clipnorm: the maximum norm of all gradients together; if it is larger, all are scaled
+            down.
         clipvalue: each element of a gradient is clipped to ``[-clipvalue, clipvalue]``.
-        weight_decay: the share of a variable, times the rate, that a step subtracts first.
+        weight_decay: each step first subtracts this share of the variable, times the rate.
         use_ema: whether to keep a moving average of each variable, the slot ``"average"``.
-            `finalize_variable_values`, which `fit` calls at its end, assigns it to the variable.
-        ema_momentum: the share of a moving average that a step keeps.
-        ema_overwrite_frequency: after how many steps variables become their averages, each time;
+            `finalize_variable_values` assigns the average to the variable; `fit` calls it at the
+            end.
+        ema_momentum: each step keeps this share of the moving average.
+        ema_overwrite_frequency: the variables are set to their averages every this many steps;
             None: never.
-        name: the name of its slots on parameter servers, the same on all workers. None: the class
-            name in lower case, with a number from the second optimizer of the class on.
+        name: the name of the optimizer's slots on parameter servers; all workers must use the same.
+            None: the class name in lower case; the second optimizer of a class and later ones get a
+            number.
 
     Raises:
         TypeError: `rule` is not a `Rule`.
-        ValueError: a number is out of range, or more than one kind of clipping is given.
+        ValueError: a number is out of range, or more than one kind of clipping is set.
     """
 
     _uncalled = dict.fromkeys(
@@ -133,13 +137,13 @@ class Optimizer(Explaining, Shown):
         if weight_decay is not None:
             more["weight_decay"] = weight_decay
         rule = dataclasses.replace(rule, **more) if more else rule
-        rate: Any = 0 if hasattr(learning_rate, "graph") else learning_rate  # A run computes it.
+        rate: Any = 0 if hasattr(learning_rate, "graph") else learning_rate  # For a graph.
         if isinstance(rate, str) or not (callable(rate) or rate >= 0):
             raise ValueError(f"learning_rate must be a number, 0 or more, got {learning_rate!r}.")
         self.rule = rule
         self.learning_rate = self._first_rate = learning_rate
         strategy = current_frame().strategy
-        # So an optimizer that only other processes use can read their step count.
+        # This lets an optimizer that only other processes use read their step count.
         self._served_by: Any = strategy if hasattr(type(strategy), "servers") else None
         label = type(self).__name__.lower()
         self.name = _unique_name(label, self._served_by) if name is None else name
@@ -148,14 +152,14 @@ class Optimizer(Explaining, Shown):
         )
         self._parameters = vars(rule) | dict([self._bound] if self._bound else [])
         self._slots: dict[Any, tuple[Any, ...]] = {}
-        self._reported: set[str] = set()  # Variables that had no gradient.
+        self._reported: set[str] = set()  # The variables that had no gradient.
         self._counter: Any = None
 
     @property
     def iterations(self) -> int:
-        """The number of steps made, by all workers if the variables are on parameter servers.
+        """The number of steps made; with parameter servers, the steps of all workers.
 
-        It can be set: with parameter servers at any time, otherwise after `build`.
+        You can set it at any time with parameter servers, and otherwise after `build`.
         """
         counter, trace = self._counter_of(self._served_by), current_trace()
         if trace is None or counter is None:
@@ -174,7 +178,7 @@ class Optimizer(Explaining, Shown):
 
     @property
     def variables(self) -> list[Variable]:
-        """The optimizer's own variables, the step count and the slots, once it is built.
+        """The optimizer's own variables: the step count and the slots; empty before `build`.
 
         To save an optimizer, save their values. To restore it, `build` it and `assign` the values.
         """
@@ -183,15 +187,15 @@ class Optimizer(Explaining, Shown):
 
     @property
     def slots(self) -> dict[Variable, dict[str, Variable]]:
-        """The slots of each trained variable, by name, once the optimizer is built."""
+        """The slots of each trained variable by name; empty before `build`."""
         names, slots_of = self.rule.all_slots, self._slots.items()
         return {variable: dict(zip(names, slots, strict=True)) for variable, slots in slots_of}
 
     def build(self, variables: Iterable[Variable]) -> None:
-        """Create the optimizer's own variables; otherwise the first `apply_gradients` does.
+        """Create the optimizer's own variables now instead of in the first `apply_gradients`.
 
         Args:
-            variables: the variables to train; their order determines that of `self.variables`.
+            variables: the variables to train; `self.variables` has its slots in the same order.
 
         Raises:
             TypeError: an element is not a `Variable`.
@@ -218,7 +222,7 @@ class Optimizer(Explaining, Shown):
             self._build(variables)
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments that create an equal optimizer, with its learning rate of now."""
+        """Return the arguments that create an equal optimizer, with the current learning rate."""
         config = super().get_config()
         if "learning_rate" in config:
             rate = self.learning_rate
@@ -228,11 +232,12 @@ class Optimizer(Explaining, Shown):
     def apply(
         self, grads: Iterable[Any], trainable_variables: Iterable[Variable] | None = None
     ) -> None:
-        """Update variables by their gradients, as `apply_gradients` does with pairs.
+        """Update variables by their gradients, like `apply_gradients`, but with two lists.
 
         Args:
             grads: a gradient for each variable.
-            trainable_variables: the variables; None: those that `build` got, in their order.
+            trainable_variables: the variables; None: the variables passed to `build`, in that
+                order.
         """
         if trainable_variables is None and not self._slots:
             raise ValueError("apply: pass the variables, or call build(variables) before.")
@@ -245,9 +250,9 @@ class Optimizer(Explaining, Shown):
         grads_and_vars: Iterable[tuple[Any, Variable]],
         skip_gradients_aggregation: bool = False,
     ) -> None:
-        """Update variables by their gradients, which are summed over the replicas first.
+        """Sum gradients over the replicas, and update the variables with them.
 
-        For variables of a graph, the operation that does so is returned; see `minimize`.
+        For variables of a graph, this returns the operation that updates them; see `minimize`.
 
         Args:
             grads_and_vars: pairs of a gradient, an array or `IndexedSlices` of the variable's
@@ -256,8 +261,8 @@ class Optimizer(Explaining, Shown):
 
         Raises:
             TypeError: an element is not a pair of a gradient and a variable.
-            ValueError: no variable has a gradient, or a shape or dtype does not fit; nothing has
-                changed then. Or the variables' servers do not know the rule.
+            ValueError: no variable has a gradient, a shape or dtype does not fit, or the variables'
+                servers do not know the rule. No variable has changed.
         """
         gradients, variables = applied.checked_pairs(grads_and_vars, self._reported)
         replica, summed = self._build(variables), skip_gradients_aggregation
@@ -282,22 +287,22 @@ class Optimizer(Explaining, Shown):
             self._update_owned(variables, gradients, replica, summed)
 
     def finalize_variable_values(self, variables: Iterable[Variable]) -> None:
-        """Assign to variables their moving averages, with `use_ema`; call it outside of `run`."""
+        """Assign the moving averages of `use_ema` to the variables; call this outside `run`."""
         for variable in variables:
             average = self.slots.get(variable, {}).get("average")
             if average is not None:
                 variable.assign(average.numpy().astype(variable.dtype))
 
     def scale_loss(self, loss: Any) -> Any:
-        """Return the loss to differentiate: this one; `LossScale` returns a multiple of it."""
+        """Return the loss to differentiate: `loss` itself; `LossScale` returns a multiple."""
         return loss
 
     @_also_in_graphs
     def minimize(self, loss: Any, var_list: Sequence[Variable], tape: Any) -> None:
-        """Compute the gradients of a loss, and update variables by `apply_gradients`.
+        """Compute the gradients of a loss, and update variables with `apply_gradients`.
 
-        For the loss of a graph, the operation that does so is returned, and the arguments are those
-        of `ndistribute.graph.Optimizer`: ``minimize(loss, global_step=step)``.
+        For the loss of a graph, this takes the arguments of `ndistribute.graph.Optimizer` and
+        returns the operation that updates the variables: ``minimize(loss, global_step=step)``.
 
         Args:
             loss: a value that was computed inside the tape.
@@ -305,7 +310,7 @@ class Optimizer(Explaining, Shown):
             tape: the `GradientTape` that recorded the loss.
 
         Raises:
-            TypeError: `var_list` is one variable.
+            TypeError: `var_list` is a single variable instead of a list.
         """
         if isinstance(var_list, Variable):
             raise TypeError("var_list is a variable, not a list of variables: write [variable].")
@@ -350,7 +355,7 @@ class Optimizer(Explaining, Shown):
         return tuple(slots)
 
     def _counter_of(self, strategy: Any) -> Any:
-        """Return the variable that counts steps, on all servers; None if there is no strategy."""
+        """Return the variable on all servers that counts steps; None if there is no strategy."""
         if self._counter is None and strategy is not None:
             zero, policy = np.array(0, np.int64), VariablePolicy(f"{self.name}/iterations")
             if hasattr(type(strategy), "servers"):
@@ -368,7 +373,7 @@ class Optimizer(Explaining, Shown):
         return float(as_array(rate(made) if callable(rate) else rate))
 
     def _summable(self, gradient: Any) -> Any:
-        """Return a gradient to sum: `IndexedSlices` widened, and dense if the rule requires it."""
+        """Return a gradient to sum; `IndexedSlices` are widened, or dense if the rule asks."""
         if not isinstance(gradient, IndexedSlices):
             return gradient
         wide = map_values(applied.widened, gradient)
@@ -381,7 +386,7 @@ class Optimizer(Explaining, Shown):
         if trace is None:
             rate = self.rule.rates(int(counter) + 1, self._rate())
         else:
-            ahead = trace.count(self)  # Of the steps made before the compiled step.
+            ahead = trace.count(self)  # Steps made before the compiled step.
             rate = trace.input(lambda: self.rule.rates(int(counter) + ahead, self._rate(ahead - 1)))
         arrays = []
         for variable in variables:
@@ -417,7 +422,8 @@ class Optimizer(Explaining, Shown):
                 parts = [array.reshape(-1)[start:stop] for array in arrays]
                 update_rules.update_block(self.rule, parts, copy_to(total, device), rate)
 
-        # Summed gradients take part in the call too, but only the owner's own are used.
+        # Gradients that are summed already take part in the call too, but each owner uses only its
+        # own.
         terms = [gradients[i] for i in dense]
         step = Update(lambda: self._open(variables), update)
         copies, rate = communicator.reduce_update("sum", terms, step, everywhere=not summed)
@@ -436,7 +442,7 @@ class Optimizer(Explaining, Shown):
         rate: float,
         owned: Callable[[int], slice] = slice,
     ) -> None:
-        """Update a copy by a final gradient; of sparse rows, only the part that `owned` returns."""
+        """Update a copy by a final gradient; if sparse, only the part that `owned` returns."""
         device = device_of(arrays[0])
         with working_on(device):
             if isinstance(gradient, IndexedSlices):
@@ -448,7 +454,7 @@ class Optimizer(Explaining, Shown):
                 update_rules.update_whole(self.rule, arrays, copy_to(gradient, device), rate)
 
     def _push(self, variables: Sequence[Any], gradients: Sequence[Any], replica: Any) -> None:
-        """Make the servers update the variables, once for all replicas of this process."""
+        """Let the servers update the variables, once for all replicas of this process."""
         strategy = variables[0].distribute_strategy
 
         def push(everyone: Sequence[Sequence[Any]]) -> None:
@@ -464,7 +470,7 @@ class Optimizer(Explaining, Shown):
     def _applies(
         self, variables: Sequence[Any], gradients: Sequence[Any]
     ) -> tuple[dict[int, Apply], dict[int, list[CachedShard]]]:
-        """Return the request to each server, and the cached shards that it changes there."""
+        """Return the request to each server, and the cached shards that the request changes."""
         counter, rate = self._counter.places[0], self._rate()
         title, numbers = update_rules.hyperparameters_of(self.rule)
         # All servers count the step, including those without a variable.
@@ -491,15 +497,16 @@ def _count_step(counter: Any) -> None:
         write_to(array, steps)
 
 
-# The names of optimizers, each with the strategy of its scope; None: outside such a scope.
+# The names of optimizers, each with the strategy of its scope; None: outside any scope.
 _given_names: list[tuple[str, weakref.ref[Any] | None]] = []
 _naming = threading.Lock()
 
 
 def _unique_name(label: str, strategy: Any) -> str:
-    """Return the label, with a number if it is taken: the same name in every run of a script.
+    """Return the label, with a number if it is taken; every run of a script gets the same name.
 
-    Each strategy has its own numbers, so one that restores another's variables finds their slots.
+    Each strategy counts for itself, so a strategy that restores another's variables finds their
+    slots.
     """
     with _naming:
         taken = {n for n, of in _given_names if strategy is None or of is None or of() is strategy}

@@ -1,8 +1,8 @@
 """Learning-rate schedules: functions of the number of steps made, for `learning_rate`.
 
-They are plain values, so a model that is saved keeps its schedule, and every replica computes the
-same rate. They compute with NumPy's functions, so the number of steps may be an array, or a tensor
-of a graph.
+A schedule is a plain value, so a saved model keeps its schedule and every replica computes the same
+rate. Schedules compute with NumPy's functions, so the number of steps may also be an array or a
+tensor of a graph.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from ndistribute.names import deserializing, named
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """The base class of schedules, which are called with the number of steps made.
+    """The base class of schedules, which map the number of steps made to a learning rate.
 
-    A subclass is a dataclass, or defines `get_config`, too. A `name` changes nothing.
+    A subclass is a dataclass, or it also defines `get_config`. The `name` has no effect on the
+    rate.
     """
 
     name: str | None = field(default=None, kw_only=True, repr=False)
@@ -42,13 +43,13 @@ class LearningRateSchedule:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Any:
-        """Return a new schedule for what `get_config` returned."""
+        """Return a new schedule from the result of `get_config`."""
         return cls(**config)
 
 
 @dataclass(frozen=True)
 class _Decay(LearningRateSchedule):
-    """The base class of schedules that decay by a rate every so many steps."""
+    """The base class of schedules that decay by `decay_rate` every `decay_steps` steps."""
 
     initial_learning_rate: Any
     decay_steps: Any
@@ -63,11 +64,11 @@ class _Decay(LearningRateSchedule):
 
 @dataclass(frozen=True)
 class ExponentialDecay(_Decay):
-    """A rate that is multiplied by a factor every so many steps.
+    """A rate that decays exponentially: each `decay_steps` steps multiply it by a factor.
 
     Args:
         initial_learning_rate: the first rate.
-        decay_steps: the number of steps in which the rate decays by `decay_rate`.
+        decay_steps: the number of steps in which the rate is multiplied by `decay_rate`.
         decay_rate: the factor.
         staircase: whether the rate changes only every `decay_steps` steps.
 
@@ -88,10 +89,10 @@ class CosineDecay(LearningRateSchedule):
     Args:
         initial_learning_rate: the first rate.
         decay_steps: the number of steps until the last rate.
-        alpha: the last rate, as a share of the first.
-        warmup_target: the rate from which it falls, to which it first rises in a line; None: it
-            falls from the first.
-        warmup_steps: the number of steps of the rise, before the others.
+        alpha: the last rate, as a share of the rate from which it falls.
+        warmup_target: the rate at the end of a linear warm-up, from which it falls; None: no
+            warm-up, it falls from the first rate.
+        warmup_steps: the number of steps of the warm-up, before the `decay_steps`.
 
     >>> schedule = CosineDecay(1.0, decay_steps=10)
     >>> schedule(0), round(schedule(5), 6), schedule(10), schedule(11)
@@ -116,12 +117,12 @@ class CosineDecay(LearningRateSchedule):
 
 @dataclass(frozen=True)
 class InverseTimeDecay(_Decay):
-    """A rate that is divided by a number that grows by the same amount in each step.
+    """A rate that is divided by a number which grows linearly with the steps.
 
     Args:
         initial_learning_rate: the first rate.
         decay_steps: the number of steps in which the divisor grows by `decay_rate`.
-        decay_rate: the amount.
+        decay_rate: the growth of the divisor in `decay_steps` steps.
         staircase: whether the rate changes only every `decay_steps` steps.
 
     >>> InverseTimeDecay(1.0, decay_steps=10, decay_rate=0.5)(20)
@@ -134,15 +135,15 @@ class InverseTimeDecay(_Decay):
 
 @dataclass(frozen=True)
 class PolynomialDecay(LearningRateSchedule):
-    """A rate that falls to another one in so many steps, and stays there.
+    """A rate that falls to a last rate along a polynomial, and then stays there.
 
     Args:
         initial_learning_rate: the first rate.
         decay_steps: the number of steps until the last rate.
         end_learning_rate: the last rate.
-        power: 1 for a line.
-        cycle: whether it jumps up instead of staying there, and falls in twice, three times as many
-            steps and so on.
+        power: the exponent of the polynomial; 1 for a line.
+        cycle: whether the rate jumps up at the end and falls again, with the last rate at 2, 3, ...
+            times `decay_steps`.
 
     >>> schedule = PolynomialDecay(1.0, decay_steps=10, end_learning_rate=0.0)
     >>> schedule(0), schedule(5), schedule(11)
@@ -165,14 +166,14 @@ class PolynomialDecay(LearningRateSchedule):
 
 @dataclass(frozen=True)
 class PiecewiseConstantDecay(LearningRateSchedule):
-    """Rates that change at given steps.
+    """A rate that is constant between steps at which it changes.
 
     Args:
-        boundaries: the numbers of steps up to which, inclusive, each rate but the last holds.
-        values: the rates, one more than the boundaries.
+        boundaries: for each rate but the last, the last number of steps at which it holds.
+        values: the rates, one more than there are boundaries.
 
     Raises:
-        ValueError: the boundaries do not rise, or the number of values is wrong.
+        ValueError: the boundaries do not increase, or the number of values is wrong.
 
     >>> schedule = PiecewiseConstantDecay([10, 20], [1.0, 0.1, 0.01])
     >>> schedule(10), schedule(11), schedule(30)
@@ -200,10 +201,10 @@ class PiecewiseConstantDecay(LearningRateSchedule):
 
 @dataclass(frozen=True)
 class WarmUp(LearningRateSchedule):
-    """A rate that rises from 0 in a line, and then follows another schedule.
+    """A rate that rises linearly from 0, and then follows another schedule.
 
     Args:
-        schedule: a rate, or a schedule, which starts after the warm-up.
+        schedule: a rate, or a schedule that starts after the warm-up.
         warmup_steps: the number of steps of the rise.
 
     >>> schedule = WarmUp(0.5, warmup_steps=5)
@@ -224,10 +225,11 @@ class WarmUp(LearningRateSchedule):
 
 @dataclass(frozen=True)
 class ScaledByWorkers(LearningRateSchedule):
-    """A rate in proportion to the batch of a job whose workers come and go.
+    """A rate that grows with the number of workers of an elastic job.
 
-    With ``nd.Elastic(batch="scaled")`` it is multiplied by the number of workers over that at the
-    first start; otherwise it stays as it is.
+    With ``nd.Elastic(batch="scaled")`` the batch grows with the workers. The rate is then
+    multiplied by the number of workers, divided by their number at the first start. Otherwise the
+    rate does not change.
 
     Args:
         schedule: a rate, or a schedule.
@@ -244,7 +246,7 @@ class ScaledByWorkers(LearningRateSchedule):
 
 
 def _plain(rate: Any) -> Any:
-    """Return a number of Python for one of NumPy; arrays and tensors are returned unchanged."""
+    """Return a NumPy number as a Python number; arrays and tensors are returned unchanged."""
     is_number = isinstance(rate, np.generic | np.ndarray) and rate.ndim == 0
     return rate.item() if is_number else rate
 

@@ -1,6 +1,6 @@
 """Optimizers around an optimizer: gradient accumulation, and loss scaling for 16-bit floats.
 
-A wrapper changes the gradients and hands them to the inner optimizer, which keeps the rule, the
+A wrapper changes the gradients and passes them to the inner optimizer, which keeps the rule, the
 slots and the step count.
 """
 
@@ -50,7 +50,7 @@ class _Wrapper(Optimizer):
 
     @property
     def variables(self) -> list[Variable]:
-        """The step count and the slots, once the optimizer is built."""
+        """The step count and the slots; empty before `build`."""
         slots = [slot for slots in self.slots.values() for slot in slots.values()]
         return [*self.inner.variables[:1], *slots]
 
@@ -64,9 +64,9 @@ class _Wrapper(Optimizer):
 class GradientAccumulation(_Wrapper):
     """An optimizer that makes one step, with one all-reduce, for several batches.
 
-    Each replica adds up its own gradients. At every n-th call of `apply_gradients` their mean over
-    the calls is handed to the inner optimizer. Where workers come and go, each call has an
-    all-reduce, so that no gradient is lost with its worker.
+    Each replica adds up its own gradients. Every n-th call of `apply_gradients` passes the mean
+    over these calls to the inner optimizer. In an elastic job, each call has an all-reduce, so that
+    no gradient is lost with its worker.
 
     Args:
         inner: the optimizer that makes the steps.
@@ -87,7 +87,7 @@ class GradientAccumulation(_Wrapper):
             raise ValueError(f"GradientAccumulation: steps must be 1 or more, got {steps}.")
         self.steps = int(steps)
         self._sums: dict[Variable, Variable] = {}
-        self._calls: dict[int, int] = {}  # By replica of this process.
+        self._calls: dict[int, int] = {}  # For each replica of this process.
         self._before = 0
 
     @property
@@ -97,7 +97,7 @@ class GradientAccumulation(_Wrapper):
         return {v: {**slots, "gradient_sum": self._sums[v]} for v, slots in built}
 
     def build(self, variables: Iterable[Variable]) -> None:
-        """Create the slots and the sums; otherwise the first call does."""
+        """Create the slots and the sums now instead of in the first call."""
         wanted = list(variables)
         check_whole(wanted, "its gradients cannot be accumulated.")
         self.inner.build(wanted)
@@ -110,11 +110,11 @@ class GradientAccumulation(_Wrapper):
                 self._sums[variable] = Variable(zeros, name=name, trainable=False, **kind)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of calls, and how many make a step."""
+        """Return the number of calls so far, and the number of calls for each step."""
         return {"calls": self._calls.get(0, self._before), "steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after a number of calls."""
+        """Continue from a result of `state_dict`."""
         if (steps := state.get("steps", self.steps)) != self.steps:
             raise ValueError(f"GradientAccumulation: steps was {steps}, and is {self.steps}.")
         self._calls = {}
@@ -193,11 +193,11 @@ class GradientAccumulation(_Wrapper):
 
 
 class LossScale(_Wrapper):
-    """An optimizer for losses of 16-bit floats, whose small gradients would become zero.
+    """An optimizer for 16-bit losses that scales the loss, so small gradients do not become zero.
 
-    The loss is multiplied by a scale, and the gradients are divided by it, in float32. A step whose
-    gradients overflow is left out on all replicas, and the scale is halved. After a number of steps
-    without an overflow it is doubled.
+    `scale_loss` multiplies the loss by a scale, and `apply_gradients` divides the gradients by it,
+    in float32. If gradients overflow, all replicas skip the step and halve the scale. After
+    `growth_steps` steps without an overflow, the scale is doubled.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018.
 
@@ -238,7 +238,7 @@ class LossScale(_Wrapper):
         return trace.input(lambda: np.float32(self._states.get(me, self._first)[0]))
 
     def scale_loss(self, loss: Any) -> Any:
-        """Return the loss times the scale, in float32: differentiate this one."""
+        """Return the loss times the scale in float32; differentiate this value."""
         return self.inner.scale_loss(loss.astype(np.float32) * self.scale)
 
     def state_dict(self) -> dict[str, Any]:
@@ -247,7 +247,7 @@ class LossScale(_Wrapper):
         return {"scale": scale, "steps": steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of `state_dict`."""
+        """Continue from a result of `state_dict`."""
         self._states, self._first = {}, (state["scale"], state["steps"])
 
     def apply_gradients(
@@ -259,9 +259,9 @@ class LossScale(_Wrapper):
         gradients = [map_values(lambda array: widened(as_array(array)), each) for each, _ in pairs]
         replica = get_replica_context()
         if replica is not None and not skip_gradients_aggregation:
-            gradients = sum_over(replica, gradients, variables)  # So all replicas decide alike.
+            gradients = sum_over(replica, gradients, variables)  # All replicas decide the same.
         is_finite = functools.reduce(np.logical_and, map(_is_finite, gradients), np.True_)
-        if replica is not None and divided(variables):  # Of which each replica has seen its own.
+        if replica is not None and divided(variables):  # Each has seen its shard.
             is_finite = replica.all_reduce("min", is_finite.astype(float)) > 0
         adjust, trace = functools.partial(self._adjust, _local_id()), current_trace()
         if trace is not None and trace.count(self) > 1:

@@ -1,8 +1,8 @@
 """The kinds of variables that are stored in this process.
 
 A mirrored variable has one array per memory space, which the replicas there share. A central
-variable has a single array. A variable that is synchronized on read has one array per replica,
-and a sharded one a shard on each.
+variable has a single array. A variable that is synchronized on read has one array per replica. A
+sharded variable has one shard per replica.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class SnapshotArray(ArrayOwner):
 
     @property
     def group(self) -> CellGroup:
-        """The cells that compiled steps hold in one array; this one alone, unless others are."""
+        """The cells that compiled steps hold in one array together with this cell."""
         if self._group is None:
             self._group = CellGroup([self], None)
         return self._group
@@ -103,7 +103,7 @@ class SnapshotArray(ArrayOwner):
         self._group = group
 
     def hold(self, array: Array) -> None:
-        """Replace the array, by one that nobody else writes to."""
+        """Replace the array with an array that nobody else writes to."""
         self.array = array
         self._view = array.view()
         if not is_device_array(array):
@@ -114,9 +114,9 @@ class CellGroup:
     """Cells that compiled steps hold in one of JAX's arrays, the cells of a variable's replicas.
 
     Args:
-        cells: one for each replica of this process, or one for all.
-        axis: None: all replicas have the same value. Otherwise the axis along which the array joins
-            those of the replicas; -1: a new first axis.
+        cells: a cell for each replica of this process, or one cell for all.
+        axis: the axis along which the array joins the replicas' arrays; -1: a new first axis; None:
+            all replicas have the same value.
     """
 
     __slots__ = ("array", "axis", "cells", "in_use", "is_newer")
@@ -124,12 +124,12 @@ class CellGroup:
     def __init__(self, cells: Sequence[SnapshotArray], axis: int | None) -> None:
         self.cells, self.axis = cells, axis
         self.array: Any = None  # The array of JAX, if it is not older than the cells.
-        self.is_newer = False  # Whether the cells are older than it.
+        self.is_newer = False  # Whether the cells are older.
         # The lock of the compiled step that last took the array, held while the step runs.
         self.in_use: AbstractContextManager[Any] = nullcontext()
 
     def store(self, array: Any) -> None:
-        """Keep the value that a compiled step gave."""
+        """Keep the array that a compiled step returned."""
         self.array, self.is_newer = array, True
         for cell in self.cells:
             cell.version += 1
@@ -142,7 +142,7 @@ class CellGroup:
         return self.array is not None
 
     def fetch(self) -> None:
-        """Copy the value that a compiled step gave into the cells, unless they have it."""
+        """Copy the array that a compiled step returned into the cells, unless they have it."""
         if not self.is_newer:
             return
         with self.in_use:
@@ -166,7 +166,7 @@ def _join(cells: Sequence[SnapshotArray], axis: int | None) -> None:
 
 def _apply_rows(write: Write, target: Array) -> None:
     on_gpu, combine = is_device_array(target), np.add if write.how == "assign_add" else np.subtract
-    # CuPy's result for repeated indices is undefined, or defined for few dtypes only.
+    # For repeated indices, CuPy's result is undefined, or defined for a few dtypes only.
     if write.how == "assign":
         rows = write.rows_once() if on_gpu else write.value
         target[rows.indices] = rows.values
@@ -241,7 +241,7 @@ class MirroredVariable(Variable):
 class CentralVariable(MirroredVariable):
     """A variable with one value for all replicas, on the strategy's parameter device.
 
-    Replicas in other memory spaces keep the copy that they fetched until there is an update.
+    Replicas in other memory spaces fetch a copy, and keep it until the next update.
     """
 
     def _set_up(self, strategy: Any, array: Array, policy: VariablePolicy) -> None:
@@ -329,8 +329,8 @@ class SyncOnReadVariable(Variable):
 class ShardedVariable(MirroredVariable):
     """A variable that is cut along an axis, with one contiguous shard on each replica.
 
-    Inside a replica it is that replica's shard; outside replicas it is the whole, gathered from
-    all. An optimizer updates each shard by its replica's own gradient, without an all-reduce.
+    A replica reads its own shard. Outside replicas, a read gathers the whole from all replicas. An
+    optimizer updates each shard with the gradient of its own replica, without an all-reduce.
     """
 
     def _set_up(self, strategy: Any, array: Array, policy: VariablePolicy) -> None:
@@ -415,14 +415,15 @@ def _combined(variable: Variable, home: Device, combine: Callable[[list[Array]],
 def sharded_variable(
     initial_value: Any, axis: int, *, name: str | None = None, dtype: Any = None
 ) -> Variable:
-    """Return a trainable variable of which each replica stores one shard.
+    """Return a trainable variable that is divided among the replicas: each stores one shard.
 
-    Inside a step of `run` the variable is this replica's shard. Elsewhere it is the whole, so
+    Inside a step of `run`, a replica reads its own shard. Elsewhere a read returns the whole, so
     checkpoints do not depend on the number of replicas.
 
     Args:
         initial_value: the whole, or a function that returns it.
-        axis: the axis to cut, from 0; its length is at least the number of replicas.
+        axis: the axis to cut, counted from 0; it must be at least as long as the number of
+            replicas.
         name: as for `Variable`.
         dtype: as for `Variable`.
 

@@ -1,8 +1,8 @@
 """How a variable is split along its first axis into shards, and which rows an index needs.
 
 A partitioner is a function of a shape and a dtype that returns the number of shards for each axis.
-Those here choose it by number or by size. Shards are consecutive rows. If the rows do not divide
-evenly, the first shards have one row more.
+The partitioners of this file use a fixed number or a size. Shards are consecutive rows. If the rows
+do not divide evenly, the first shards have one row more.
 """
 
 from __future__ import annotations
@@ -120,11 +120,11 @@ class MaxSizePartitioner(_Partitioner):
 def number_of_shards(
     partitioner: Partitioner | None, shape: Sequence[int], dtype: np.dtype[Any]
 ) -> int:
-    """Return the number of a variable's shards; a variable without elements or axes has one.
+    """Return the number of a variable's shards; 1 for a variable without elements or axes.
 
     Raises:
         ValueError: the partitioner did not return a positive integer for each axis, or it splits
-            another axis than the first, or into more shards than there are rows.
+            another axis than the first, or asks for more shards than there are rows.
     """
     shape = tuple(shape)
     if partitioner is None or not shape or not prod(shape):
@@ -181,7 +181,7 @@ class Shards:
         ]
 
     def locate(self, rows: Array) -> list[tuple[Array, Array]]:
-        """Return, for each shard, the positions in `rows` of its rows, and their indices in it."""
+        """Return, for each shard, where its rows are in `rows`, and their indices in the shard."""
         starts = np.array(self.starts)
         rows = rows.astype(np.int64, copy=False)  # uint64 minus int64 is float64.
         owners: Array = np.searchsorted(starts[1:], rows, side="right")
@@ -197,7 +197,7 @@ def joined(parts: Sequence[Array]) -> Array:
 def select_rows(index: Any, shape: tuple[int, ...]) -> tuple[Array | None, Any]:
     """Return ``(rows, rest)``, so that ``array[index]`` equals ``array[rows][rest]``.
 
-    The rows are rising and unique; None means all rows.
+    The rows are in ascending order and unique; None means all rows.
 
     >>> select_rows([7, -1, 7], (9, 2))
     (array([7, 8]), array([0, 1, 0]))

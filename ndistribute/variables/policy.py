@@ -1,4 +1,4 @@
-"""When and how the replicas' values of a variable combine, and writes to variables as values.
+"""When and how the replicas' values of a variable are combined, and checked writes to variables.
 
 A variable's dtype never changes, so written values are cast to it. A cast that would lose a
 fraction, an imaginary part or the high digits of an integer raises an error.
@@ -23,7 +23,7 @@ E = TypeVar("E", bound=enum.Enum)
 
 
 class VariableSynchronization(enum.Enum):
-    """The choice of when replicas' values are combined: on write, as for ``AUTO``, or on read.
+    """When the replicas' values of a variable are combined: on write (``AUTO`` too), or on read.
 
     >>> VariableSynchronization("on_read").name
     'ON_READ'
@@ -36,7 +36,7 @@ class VariableSynchronization(enum.Enum):
 
 
 class VariableAggregation(enum.Enum):
-    """The choice of how the replicas' values of a variable are combined.
+    """How the replicas' values of a variable are combined: by sum, by mean, or from one replica.
 
     >>> VariableAggregation.SUM.reduce_op
     <ReduceOp.SUM: 'SUM'>
@@ -117,7 +117,7 @@ class Write:
         return isinstance(self.value, IndexedSlices)
 
     def rows_once(self) -> Any:
-        """Return the value; of rows to assign, each index once, with the last of its rows."""
+        """Return the value; if rows are assigned, each index occurs once, with its last row."""
         rows = self.value
         if self.how != "assign" or not self.sparse:
             return rows
@@ -154,7 +154,7 @@ def cast(value: Any, dtype: np.dtype[Any], what: str) -> Array:
 
 
 def fitted(array: Array, dtype: np.dtype[Any]) -> Array | None:
-    """Return an array in a dtype, rounded; None if it would lose more, or a value is too large."""
+    """Return an array in a dtype, rounded; None if more would be lost or a value is too large."""
     try:
         with np.errstate(over="ignore"):
             narrow = cast(array, dtype, "fitted")
@@ -164,7 +164,7 @@ def fitted(array: Array, dtype: np.dtype[Any]) -> Array | None:
 
 
 def _fits(value: Any, array: Array, dtype: np.dtype[Any]) -> bool:
-    if array.dtype.kind == "O":  # An integer of more than 64 bits, or not a number.
+    if array.dtype.kind == "O":  # This is an integer of more than 64 bits, or not a number.
         return False
     if array.dtype.kind in "iu" and dtype.kind in "iu":
         # Whether integers fit a narrower or an unsigned dtype depends on their values.

@@ -1,13 +1,13 @@
 """Variables on parameter servers, in one shard or several.
 
-Each process caches the shards. A read updates the cache; an index in brackets fetches only the rows
-that it needs, because tables are large and a step needs few rows. Outside replicas every read asks
-the servers. In a step, the first read updates all variables that the previous step read, with one
-message to each server; the values then stay the same until the step ends, unless this process
+Each process caches the shards, and a read updates the cache. An index in brackets fetches only the
+rows that it needs, because tables are large and a step needs few rows. Outside replicas, every read
+asks the servers. In a step, the first read updates all variables that the previous step read, with
+one message to each server. The values then stay the same until the step ends, unless this process
 changes them.
 
-The servers make the writes, and each server makes its part atomically. A pickled variable becomes a
-handle of the same variable in the process that receives it.
+The servers make the writes, and each server makes its part atomically. A process that unpickles a
+variable gets a handle to the same variable.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class CachedShard:
 
     place: Place
     version: int = 0
-    seen: int = 0  # The version that was read last, perhaps in rows only.
+    seen: int = 0  # The version that was read last; perhaps only rows of it.
     pulled_in: int = -1  # The step of the last request to its server.
     array: Array | None = None
 
@@ -98,7 +98,7 @@ class ServedVariable(Variable):
     def make_at(
         cls, strategy: Any, array: Array, policy: VariablePolicy, places: Sequence[Place]
     ) -> ServedVariable:
-        """Return the variable at some places; create it with the value of `array` if missing."""
+        """Return the variable at some places; if missing, create it with the value of `array`."""
         initial: dict[int, list[tuple[str, Array]]] = defaultdict(list)
         parts = Shards(tuple(array.shape), len(places)).cut(to_host(array))
         for place, part in zip(places, parts, strict=True):
@@ -130,7 +130,7 @@ class ServedVariable(Variable):
         return tuple(shards)
 
     def component(self) -> Array:
-        """Return a snapshot in this replica's memory, from this step or later."""
+        """Return a snapshot in this replica's memory, not older than this step."""
         if current_trace() is not None:
             raise TracingError(
                 f"variable {self.name!r}, which is on parameter servers, is used in a compiled "
@@ -144,7 +144,7 @@ class ServedVariable(Variable):
         return self._elsewhere.on(replica.device, versions, whole)
 
     def _read_rows(self, rows: Array) -> Array:
-        """Return some rows from the servers; `rows` must be rising and unique."""
+        """Return some rows from the servers; `rows` must be in ascending order and unique."""
         pairs = zip(self.cached, self.shards.locate(rows), strict=True)
         asked = [(shard, Item(shard.place.name, rows=at)) for shard, (_, at) in pairs if len(at)]
         if not asked:
@@ -152,7 +152,7 @@ class ServedVariable(Variable):
         answers = self._strategy.copies.ask(asked)
         for (shard, _), (_, version) in zip(asked, answers, strict=True):
             shard.seen = version
-        # Rising rows are in the order of the shards.
+        # Rows in ascending order are in the order of the shards.
         return joined([array for array, _ in answers])
 
     def _apply_own(self, write: Write, replica: Any) -> None:
@@ -255,7 +255,7 @@ class VariableCache:
             return self._known.setdefault(place.name, CachedShard(place))
 
     def begin_step(self) -> None:
-        """Begin a new step, so the next reads in replicas ask the servers."""
+        """Begin a new step, in which the first read in a replica asks the servers."""
         with self._lock:
             self._step += 1
             if self._read_now:

@@ -1,8 +1,8 @@
 """`Variable`: an array that a strategy keeps consistent over its replicas.
 
 This file has the parts that all kinds of variables share: NumPy's array protocols, creation and
-checks. A kind defines where its components are stored and what a write does; the current strategy
-chooses it. Each use as an array reads a snapshot, which a gradient tape records.
+checks. A kind defines where its components are stored and what a write does. The current strategy
+chooses the kind. Each use as an array reads a snapshot, which a gradient tape records.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ArrayLike(NDArrayOperatorsMixin):
     __array_priority__ = 1000.0
 
     def component(self) -> Array:
-        """Return the array, untracked; on a GPU, a view of memory that must not be written."""
+        """Return the untracked array; on a GPU it is a view, which the caller must not write to."""
         raise NotImplementedError(f"{type(self).__name__} defines no component.")
 
     def raw_array(self) -> Array:
@@ -169,13 +169,14 @@ def _read(value: Any) -> Any:
 class Variable(ArrayLike):
     """An array that keeps its value between steps and that all replicas share.
 
-    The current strategy determines where it is stored. `assign` and its relatives change it.
+    The current strategy determines where it is stored. `assign`, `assign_add` and `assign_sub`
+    change the value; `scatter_update` and its relatives change rows of it.
 
     Args:
         initial_value: an array, a number, or a callable that returns one. It is copied.
-        trainable: whether tapes watch the variable; None: unless each replica has its own value,
-            with the synchronization ON_READ.
-        name: the name for messages and servers; None: ``Variable``, ``Variable_1`` and so on.
+        trainable: whether tapes watch the variable; None: True, but False with the synchronization
+            ON_READ, where each replica has its own value.
+        name: the name in messages and on servers; None: ``Variable``, ``Variable_1`` and so on.
         dtype: the variable's dtype; None means that of the initial value.
         synchronization: a `VariableSynchronization` or its value.
         aggregation: a `VariableAggregation` or its value.
@@ -264,7 +265,7 @@ class Variable(ArrayLike):
         return (detached(self.component()),)
 
     def _apply(self, write: Write) -> None:
-        """Carry out a checked write once for all replicas of this process, while they wait."""
+        """Carry out a checked write once for all replicas of this process, which wait meanwhile."""
         raise NotImplementedError(f"{type(self).__name__} defines no writes.")
 
     def _apply_own(self, write: Write, replica: Any) -> None:
@@ -322,7 +323,7 @@ class Variable(ArrayLike):
         return self._policy.aggregation
 
     def assign(self, value: Any) -> Self:
-        """Set the value; inside `run`, to the aggregate of the values that the replicas pass.
+        """Set the value; inside `run`, set it to the aggregate of the replicas' values.
 
         Args:
             value: an array or number of the variable's shape; its dtype must fit the variable's.
@@ -331,8 +332,8 @@ class Variable(ArrayLike):
             The variable.
 
         Raises:
-            ValueError: the shape or dtype does not fit, or the variable has no aggregation; the
-                variable is unchanged then.
+            ValueError: the shape or dtype does not fit, or the variable has no aggregation. The
+                variable is unchanged.
         """
         return self._checked_write("assign", value)
 
@@ -349,7 +350,7 @@ class Variable(ArrayLike):
 
         Args:
             indices: an array of k integers, or an `IndexedSlices` without `values`.
-            values: rows, broadcast to shape ``(k, *shape[1:])``; those of equal indices add up.
+            values: the rows, broadcast to shape ``(k, *shape[1:])``; rows of equal indices add up.
 
         Raises:
             ValueError: an index is out of range, or a shape or dtype does not fit.
@@ -361,7 +362,7 @@ class Variable(ArrayLike):
         return self._checked_scatter("assign_sub", indices, values)
 
     def scatter_update(self, indices: Any, values: Any = None) -> Self:
-        """Set the rows at some indices; the last one of equal indices wins; see `scatter_add`."""
+        """Set the rows at some indices; of equal indices the last row counts; see `scatter_add`."""
         return self._checked_scatter("assign", indices, values)
 
     def replica(self, what: str) -> Any:
@@ -385,7 +386,7 @@ class Variable(ArrayLike):
         )
 
     def _write(self, write: Write) -> None:
-        """Carry out a checked write as the variable's synchronization and aggregation require."""
+        """Carry out a checked write according to the variable's synchronization and aggregation."""
         replica = self.replica("write")
         if replica is None:
             self._apply(write)
@@ -498,7 +499,7 @@ class Variable(ArrayLike):
 
 
 def create_variable(initial_value: Any, dtype: Any, policy: VariablePolicy) -> Any:
-    """Return a new variable; inside `run`, all replicas call this and get the same variable."""
+    """Return a new variable; inside `run`, all replicas call this, and get the same object."""
     if isinstance(initial_value, DistributedValues):
         raise ValueError(
             "the initial value of a variable must be the same on every replica, got a "
@@ -538,7 +539,7 @@ def _create(strategy: Any, array: Array, policy: VariablePolicy) -> Any:
     try:
         array = strategy.agree_on(array, policy)
     except BaseException:
-        if number is not None:  # Some workers may not have taken it, and try again with it.
+        if number is not None:  # Some workers may not have the value yet, and try again with it.
             strategy.numbers = itertools.count(number)
         raise
     policy.check_dtype(array.dtype)

@@ -2,8 +2,8 @@
 
 ``python -m tests.compat.names_table`` writes it, and the stubs of the names.
 
-What works is what the namespaces list, and what to use instead of a missing name is what its error
-says. How a name differs is told here.
+The names that work come from the namespaces. What to use instead of a missing name comes from its
+error. This file tells how names differ.
 """
 
 import re
@@ -18,26 +18,26 @@ PAGE = Path(__file__).parents[2] / "docs/from-tensorflow.md"
 START, END = "<!-- names: written by tests/compat/names_table.py -->", "<!-- end of names -->"
 DIFFERS = {
     "Module": "`with_name_scope` changes no name",
-    "control_dependencies": "has no effect on arrays, which come in order; so `group`, `no_op`",
-    "data.Dataset": "elements are read-only; unseeded shuffles are the same on all workers",
-    "dtypes.float32": "is NumPy's dtype, so `x.dtype.kind == 'f'` for `is_floating`; so all dtypes",
-    "device": "places operations of graphs, not arrays; `name_scope` names them",
+    "control_dependencies": "has no effect on arrays, which come in order, like `group`, `no_op`",
+    "data.Dataset": "has read-only elements; shuffles without a seed are the same on all workers",
+    "dtypes.float32": "is NumPy's, like all dtypes: use `x.dtype.kind == 'f'` for `is_floating`",
+    "device": "places only operations of graphs, not arrays; `name_scope` names only these, too",
     "errors.OutOfRangeError": "is Python's `StopIteration`",
-    "estimator.Estimator": "checkpoints are [folders](checkpoints.md)",
-    "function": "returns its function, [compiled](compiled.md) with `jit_compile=True`",
-    "image.resize": "is bilinear or by nearest neighbours, without antialiasing",
-    "keras.Model": "a step is a NumPy function: see [below](#differences-from-keras)",
-    "keras.optimizers.Optimizer": "`learning_rate` is a number or a function, not a variable",
-    "nn.conv2d": "images are channels last, without dilations; so the poolings",
-    "random.normal": "other numbers than TensorFlow's for one seed; so all random functions",
-    "random.Generator": "`state` is six integers, and `skip` leaves out blocks of four",
+    "estimator.Estimator": "writes checkpoints as [folders](checkpoints.md)",
+    "function": "returns its function, or with `jit_compile=True` [compiles](compiled.md) it",
+    "image.resize": "resizes bilinearly or by nearest neighbours, without antialiasing",
+    "keras.Model": "runs steps as NumPy functions: see [below](#differences-from-keras)",
+    "keras.optimizers.Optimizer": "has a number or a function as `learning_rate`, not a variable",
+    "nn.conv2d": "takes images with channels last, without dilations, like the poolings",
+    "random.normal": "returns other numbers than TensorFlow for a seed, like all random functions",
+    "random.Generator": "has a `state` of six integers, and `skip` skips blocks of four numbers",
     "saved_model.save": "saves models, without their code",
-    "strings.split": "splits one text, not several",
-    "strings.lower": "text is Unicode; `numpy()` gives bytes, as in TensorFlow",
+    "strings.split": "splits a single text, not an array of texts",
+    "strings.lower": "returns Unicode text; as in TensorFlow, `numpy()` returns bytes",
     "summary.histogram": "always has 30 buckets",
-    "train.Checkpoint": "a folder with a number; TensorFlow's files are not read",
-    "compat.v1.Session": "returns NumPy's arrays and bytes; there are no queues",
-    "compat.v1.train.Saver": "writes the folders of [checkpoints](checkpoints.md)",
+    "train.Checkpoint": "writes folders with a number, and does not read TensorFlow's files",
+    "compat.v1.Session": "returns NumPy arrays and bytes; queues do not exist",
+    "compat.v1.train.Saver": "writes folders, as all [checkpoints](checkpoints.md) do",
 }
 """How names differ from TensorFlow's."""
 

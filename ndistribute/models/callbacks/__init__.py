@@ -1,4 +1,4 @@
-"""Callbacks: what a model calls while it is fitted."""
+"""Callbacks: objects whose methods `fit`, `evaluate` and `predict` call."""
 
 from ndistribute.exports import export as _export
 from ndistribute.models.callbacks.callback import *

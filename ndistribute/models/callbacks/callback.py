@@ -1,4 +1,4 @@
-"""The base class of callbacks, and those that only report, such as `ProgbarLogger`."""
+"""The base class of callbacks, and the callbacks that only report, such as `ProgbarLogger`."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ Logs = Mapping[str, float]
 class Callback(Explaining):
     """The base class of callbacks; a subclass overrides the methods that it needs.
 
-    Every worker calls them at the same steps. Metrics in the logs of an epoch are those of all
-    replicas; in the logs of a batch, those of the replicas of this process since the epoch began.
-    Methods for a beginning get empty logs, and `on_train_end` those of the last epoch.
+    Every worker calls them at the same steps. The logs of an epoch have the metrics of all
+    replicas. The logs of a batch have the metrics of this process's replicas since the epoch began.
+    Methods for a beginning get empty logs; `on_train_end` gets the logs of the last epoch.
 
-    Where workers come and go, `on_train_begin` and the first `on_epoch_begin` of a newcomer must
-    not involve others, which are in a step; in between it gets the state of the others' callbacks
-    that have `state_dict` and `load_state_dict`.
+    In an elastic job, the other workers are in a step when a newcomer joins. So its
+    `on_train_begin` and first `on_epoch_begin` must not call collectives. Between these two calls
+    it gets the states of the others' callbacks that have `state_dict` and `load_state_dict`.
 
     Attributes:
-        model: the model that is fitted, evaluated or predicts.
+        model: the model that trains, evaluates or predicts.
         params: the arguments of `fit`: `epochs`, `steps` (None if unknown) and `verbose`.
-        restores: whether it saves and restores the states of others, so that it comes after them.
+        restores: whether it saves and restores the states of other callbacks; it is then called
+            after them.
     """
 
     _needs_init = False
@@ -64,7 +65,7 @@ class Callback(Explaining):
         """Called before the first epoch."""
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Called after the last epoch; also if an exception ends the training."""
+        """Called after the last epoch; also if an exception ends training."""
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Called before each epoch, counted from 0."""
@@ -81,16 +82,16 @@ class Callback(Explaining):
         self.on_batch_end(batch, logs)
 
     def on_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Called by `on_train_batch_begin`, unless that is defined anew."""
+        """Called by `on_train_batch_begin`, unless a subclass overrides that method."""
 
     def on_batch_end(self, batch: int, logs: Logs) -> None:
-        """Called by `on_train_batch_end`, unless that is defined anew."""
+        """Called by `on_train_batch_end`, unless a subclass overrides that method."""
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
         """Called before an evaluation, and before each validation of `fit`."""
 
     def on_test_end(self, logs: Logs) -> None:
-        """Called after it, with its metrics."""
+        """Called after an evaluation, with its metrics."""
 
     def on_test_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Called before each of its batches, counted from 0."""
@@ -102,7 +103,7 @@ class Callback(Explaining):
         """Called before a prediction."""
 
     def on_predict_end(self, logs: Logs | None = None) -> None:
-        """Called after it."""
+        """Called after a prediction."""
 
     def on_predict_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Called before each of its batches, counted from 0."""
@@ -113,7 +114,7 @@ class Callback(Explaining):
     def saves_after(self, steps_made: int) -> bool:
         """Return True if `on_train_batch_end` saves the state after a number of steps.
 
-        A chief that schedules the steps lets no worker begin the next step before.
+        A chief that schedules the steps then waits with the next step until the state is saved.
         """
         return False
 
@@ -141,15 +142,15 @@ class Callbacks:
     def call(self, name: str, *args: Any) -> None:
         """Call a method of each.
 
-        Those that restore and save the states of others come last: at the beginning, as these
-        forget theirs, and after an epoch, when these know it.
+        Callbacks that restore and save the states of others come last: the others reset their state
+        at the beginning, and update it after an epoch.
         """
         is_of_states = name in ("on_train_begin", "on_epoch_end")
         for member in sorted(self.members, key=lambda member: is_of_states and member.restores):
             getattr(member, name)(*args)
 
     def overriding(self, name: str) -> list[Callable[..., Any]]:
-        """Return the methods of a name of the callbacks that define it, or its short form."""
+        """Return a method of all callbacks that define it or its short form."""
         names = (name, _SHORT.get(name, name))
         definers = (member for member in self.members if any(_owns(member, each) for each in names))
         return [getattr(member, name) for member in definers]
@@ -159,7 +160,7 @@ _SHORT = {"on_train_batch_begin": "on_batch_begin", "on_train_batch_end": "on_ba
 
 
 def _owns(callback: Callback, name: str) -> bool:
-    """Return whether a method of a callback is another than that of `Callback`."""
+    """Return whether a callback overrides a method of `Callback`."""
     return getattr(getattr(callback, name), "__func__", None) is not getattr(Callback, name)
 
 
@@ -168,7 +169,7 @@ class History(Callback):
 
     Attributes:
         epoch: the numbers of the epochs.
-        history: the values of each metric, one an epoch.
+        history: a list for each metric, with a value per epoch.
     """
 
     def __init__(self) -> None:
@@ -212,11 +213,11 @@ _RUNNING = "{elapsed}<{remaining}"
 
 
 class ProgbarLogger(Callback):
-    """Shows the metrics during an epoch and at its end.
+    """A callback that shows the metrics during an epoch and at its end.
 
     Args:
-        verbose: 0 for nothing, 1 or ``"auto"`` for a bar (lines if the output is no terminal or
-            tqdm is missing), 2 for a line an epoch.
+        verbose: 0 for nothing; 1 or ``"auto"`` for a bar, or lines if the output is not a terminal
+            or tqdm is missing; 2 for one line per epoch.
     """
 
     def __init__(self, verbose: int | str = 1) -> None:
@@ -228,7 +229,7 @@ class ProgbarLogger(Callback):
 
     @property
     def verbose(self) -> int:
-        """What is shown; only the chief shows anything."""
+        """The level of output; 0 on all processes except the chief."""
         is_chief = self.model is None or self.model.strategy.is_chief
         return self._verbose if is_chief else 0
 

@@ -1,4 +1,4 @@
-"""Callbacks that control a training by its metrics: its learning rate, and when it ends."""
+"""Callbacks that set the learning rate or stop training, by the metrics of epochs."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _log = logging.getLogger("ndistribute")
 
 
 class _Continued(Callback):
-    """The base class of callbacks with a state, the attributes that are named in `kept`."""
+    """The base class of callbacks whose state is the attributes named in `kept`."""
 
     kept: tuple[str, ...] = ()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a training that is continued needs to know."""
+        """Return the state that a continued training run needs."""
         return {name: getattr(self, name) for name in self.kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of `state_dict`."""
+        """Continue from a result of `state_dict`."""
         for name in self.kept:
             setattr(self, name, state[name])
 
@@ -54,7 +54,7 @@ class _Continued(Callback):
 
 
 class LearningRateScheduler(_Continued):
-    """Sets the optimizer's learning rate before each epoch.
+    """A callback that sets the optimizer's learning rate before each epoch.
 
     Args:
         schedule: called with the epoch, from 0, and with the current rate if it takes two
@@ -79,7 +79,7 @@ class LearningRateScheduler(_Continued):
         self._set = None
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Set the rate, unless the epoch is one that is continued."""
+        """Set the rate, unless this continues an epoch that had begun."""
         if epoch != self._set:
             args = (epoch, self.rate) if self._takes_rate else (epoch,)
             self.rate, self._set = float(self._schedule(*args)), epoch
@@ -94,8 +94,8 @@ class Monitor(_Continued):
 
     Args:
         monitor: the metric's name in the logs of an epoch.
-        mode: ``"min"``, ``"max"``, or ``"auto"`` for max if the name contains "acc", "auc",
-            "precision" or "recall".
+        mode: ``"min"``, ``"max"`` or ``"auto"``; ``"auto"`` means max if the name contains "acc",
+            "auc", "precision" or "recall", and otherwise min.
         min_delta: the least change that counts as an improvement.
 
     Raises:
@@ -121,7 +121,7 @@ class Monitor(_Continued):
         self.best, self.wait = None, 0
 
     def is_judged(self, logs: Logs) -> bool:
-        """Return True if an epoch has the metric, False if it was just not validated."""
+        """Return True if an epoch has the metric, False if the epoch was not validated."""
         if self.monitor in logs:
             return True
         is_validated = any(name.startswith("val_") for name in logs)
@@ -134,7 +134,7 @@ class Monitor(_Continued):
         return False
 
     def improved(self, logs: Logs) -> bool:
-        """Return True if the metric is better than ever before; else count the epoch."""
+        """Return True if the metric is the best so far; otherwise count the epoch."""
         value = logs[self.monitor]
         if self.exceeds(value, self.best):
             self.best, self.wait = value, 0
@@ -143,26 +143,26 @@ class Monitor(_Continued):
         return False
 
     def exceeds(self, value: float, other: float | None) -> bool:
-        """Return True if a value is better than another, of which any is better than none."""
+        """Return True if a value is better than another; any value is better than None."""
         if math.isnan(value):
             return False
         return other is None or self._sign * (value - other) > self._min_delta
 
 
 class EarlyStopping(Monitor):
-    """Ends the training when a metric no longer improves.
+    """A callback that stops training when a metric no longer improves.
 
     Args:
         monitor: the metric's name in the logs of an epoch.
         min_delta: the least change that counts as an improvement.
         patience: the number of epochs without an improvement to wait for one.
         mode: ``"min"``, ``"max"`` or ``"auto"``, by the metric's name.
-        baseline: the value that an epoch has to exceed, too, to end the wait.
-        restore_best_weights: whether the model gets the weights of the best epoch at the end.
+        baseline: an improvement ends the wait only if its value is also better than this.
+        restore_best_weights: whether to restore the weights of the best epoch at the end.
         start_from_epoch: the first epoch that counts.
 
     Attributes:
-        stopped_epoch: the epoch that ended the training; 0 if none did.
+        stopped_epoch: the epoch after which the callback stopped training; 0 if it did not.
         best: the best value.
     """
 
@@ -206,7 +206,7 @@ class EarlyStopping(Monitor):
         better = self.improved(logs)
         if self._restores and (better or self._weights is None):
             self._weights = self.model.get_weights()
-        if better:  # Only what is better than the baseline too ends the wait.
+        if better:  # Only a value that is also better than the baseline ends the wait.
             if self._baseline is not None and not self.exceeds(logs[self.monitor], self._baseline):
                 self.wait = waited + 1
         elif self.wait >= self.patience and epoch > 0:
@@ -220,15 +220,15 @@ class EarlyStopping(Monitor):
 
 
 class ReduceLROnPlateau(Monitor):
-    """Lowers the learning rate when a metric no longer improves.
+    """A callback that lowers the learning rate when a metric no longer improves.
 
     Args:
         monitor: the metric's name in the logs of an epoch.
-        factor: what the rate is multiplied by, in ``(0, 1)``.
+        factor: the factor by which the rate is multiplied, in ``(0, 1)``.
         patience: the number of epochs without an improvement to wait for one.
         mode: ``"min"``, ``"max"`` or ``"auto"``, by the metric's name.
         min_delta: the least change that counts as an improvement.
-        cooldown: the number of epochs after a change until one counts, as in Keras: that one does.
+        cooldown: the number of epochs after a change; as in Keras, the last of them counts again.
         min_lr: the lowest rate.
     """
 
@@ -258,7 +258,7 @@ class ReduceLROnPlateau(Monitor):
         self._cooling = 0
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Lower the rate if the metric has not improved for long enough, and log the former one."""
+        """Lower the rate if the metric has not improved for `patience` epochs; log the old rate."""
         self.log_rate(logs)
         if not self.is_judged(logs):
             return
@@ -275,13 +275,13 @@ class ReduceLROnPlateau(Monitor):
 
 
 class TerminateOnNaN(Callback):
-    """Ends the training when the loss is no number, on all replicas after the same step.
+    """A callback that stops training on all replicas when the loss becomes NaN or infinite.
 
-    The workers agree after each step, which costs a small collective.
+    All workers stop after the same step. For this they make a small collective after each step.
     """
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
-        """End the training if the mean loss of a replica is not finite."""
+        """Stop training if the mean loss of a replica is not finite."""
         if on_any_worker(self.model.strategy, not math.isfinite(logs.get("loss", 0.0))):
             _log.warning("step %d: the loss is not finite; the training ends", batch + 1)
             self.model.stop_training = True

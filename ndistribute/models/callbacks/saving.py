@@ -1,8 +1,8 @@
-"""Callbacks that save a training: its model, all of its state, its metrics for TensorBoard.
+"""Callbacks that save the model, the whole state of training, or metrics for TensorBoard.
 
-Before its machines are taken away, the system sends one worker a SIGTERM. The signal only sets a
-flag; after each step the workers agree whether it is set on any of them, which costs a small
-collective, and save at the same step.
+Before a cluster takes machines away, it sends a worker a SIGTERM. The signal only sets a flag.
+After each step, a small collective tells the workers whether any of them has the flag, so all save
+at the same step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _log = logging.getLogger("ndistribute")
 
 
 class _Saving(Callback):
-    """The base class of callbacks that save after each epoch, or after so many steps."""
+    """The base class of callbacks that save after each epoch, or every `save_freq` steps."""
 
     _every: int  # The number of steps; 0: after each epoch.
 
@@ -47,7 +47,7 @@ class _Saving(Callback):
             self._save(logs)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Save after the epoch, unless after steps."""
+        """Save after the epoch, unless `save_freq` is a number of steps."""
         if not self._every:
             self._save(logs)
 
@@ -60,17 +60,17 @@ class _Saving(Callback):
 
 
 class ModelCheckpoint(_Saving, Monitor):
-    """Saves the model, its optimizer and its metrics.
+    """A callback that saves the model, its optimizer and its metrics.
 
-    A path that ends in ``.keras`` or ``.h5`` is one for `models.load`, as of `Model.save`; another
-    one is that of an `nd.Checkpoint`, for ``nd.Checkpoint(model=model).restore(path)``.
-    `load_weights` takes each.
+    If the path ends in ``.keras`` or ``.h5``, it saves like `Model.save`, and `models.load` reads
+    the result. Otherwise it writes an `nd.Checkpoint`, which
+    ``nd.Checkpoint(model=model).restore(path)`` reads. `load_weights` reads both.
 
     Args:
         filepath: the path, in which ``{epoch}`` (from 1) and names of metrics are replaced, such as
             ``"runs/{epoch:02d}-{val_loss:.2f}"``.
         monitor: the metric of `save_best_only`.
-        save_best_only: whether to save only when the metric is better than ever before.
+        save_best_only: whether to save only when the metric is the best so far.
         save_weights_only: whether to save the variables of the layers only.
         mode: ``"min"``, ``"max"`` or ``"auto"``, by the metric's name.
         save_freq: ``"epoch"``, or a number of steps.
@@ -115,17 +115,17 @@ class ModelCheckpoint(_Saving, Monitor):
 
 
 class BackupAndRestore(_Saving):
-    """Saves the training, and continues a training that was interrupted at the same step.
+    """A callback that saves the state of training, and continues at the same step after a crash.
 
-    The state has the model, the optimizer, the metrics, the random generators, the position in the
-    dataset, and the state of callbacks that have one. It can be continued with another number of
-    replicas or workers. The state is deleted when the training ends.
+    The state contains the model, the optimizer, the metrics, the random generators, the position in
+    the dataset, and the states of callbacks. Training can continue with another number of replicas
+    or workers. The callback deletes the state when training ends.
 
     Args:
-        backup_dir: the directory of the state. One training uses it at a time: for a second one,
+        backup_dir: the directory of the state. Only one job may use it at a time: in a second job,
             `fit` raises an `OSError`.
         save_freq: ``"epoch"``, or a number of steps.
-        delete_checkpoint: whether to delete the state when the training ends.
+        delete_checkpoint: whether to delete the state when training ends.
     """
 
     restores = True
@@ -150,7 +150,7 @@ class BackupAndRestore(_Saving):
         self._manager = continued(manager, self.model)
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Delete the state, if the training was not interrupted."""
+        """Delete the state, unless training was interrupted."""
         with self._held:
             if self._deletes and self._manager is not None and self.model.position.finished:
                 self._manager.delete()
@@ -158,7 +158,7 @@ class BackupAndRestore(_Saving):
     def _save(self, logs: Logs) -> None:
         if self._manager is not None:
             if self.model.strategy.is_chief:
-                with contextlib.suppress(OSError):  # A chief that was stopped may have it still.
+                with contextlib.suppress(OSError):  # A chief that was stopped may still have it.
                     self._claim()
             self._manager.save(self.model.position.steps_made)
 
@@ -172,7 +172,7 @@ class BackupAndRestore(_Saving):
 
 
 def continued(manager: CheckpointManager, model: Any) -> CheckpointManager:
-    """Return a manager that saves the training of a model too; continue from its newest state."""
+    """Return a manager that also saves a model's training; continue from its newest state."""
     position = model.position
     stateful = [callback for callback in position.callbacks if hasattr(callback, "state_dict")]
     named = {f"{type(each).__name__}_{number}": each for number, each in enumerate(stateful)}
@@ -183,13 +183,13 @@ def continued(manager: CheckpointManager, model: Any) -> CheckpointManager:
 
 
 class CSVLogger(Callback):
-    """Writes the metrics of each epoch as a line of a file, on the chief.
+    """A callback that writes the metrics of each epoch as a line of a file, on the chief.
 
-    If only some epochs are validated, the others have ``NA`` in those columns.
+    If only some epochs are validated, the other epochs have ``NA`` in these columns.
 
     Args:
         filename: the file.
-        separator: what separates the columns.
+        separator: the text between columns.
         append: whether to append to an existing file.
     """
 
@@ -202,11 +202,11 @@ class CSVLogger(Callback):
         self._columns: list[str] = []
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Append to the file if others have begun the training."""
+        """Append to the file if other workers have begun training."""
         self._append = self._append or is_outside(self.model.strategy)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Append a line; before the first one, the names."""
+        """Append a line; write the names before the first line."""
         self.model.strategy.attempt(lambda: self._write(epoch, logs))
 
     def _write(self, epoch: int, logs: Logs) -> None:
@@ -235,14 +235,14 @@ class CSVLogger(Callback):
 
 @dataclass(frozen=True)
 class TerminationConfig:
-    """How a `PreemptionCheckpointHandler` learns that this process must end, and ends it.
+    """How a `PreemptionCheckpointHandler` learns that this process must end, and how it ends it.
 
     Args:
         termination_watcher_fn: called after each step; returns True if this process must end. None:
-            a SIGTERM alone says so.
+            only a SIGTERM ends the process.
         exit_fn: called after the state is saved. None: raise `SystemExit` with the code 143, for
             which a launcher starts all workers again.
-        grace_period: for how many seconds the training goes on first; None: 0.
+        grace_period: the number of seconds for which training continues first; None: 0.
         save_fn: called instead of the manager's `save`.
 
     Raises:
@@ -263,21 +263,22 @@ class TerminationConfig:
 
 
 class PreemptionCheckpointHandler(Callback):
-    """Saves a training when any worker gets a SIGTERM, at the same step on all, and exits.
+    """A callback that saves and exits at the same step on all workers if one gets a SIGTERM.
 
-    As a callback of `fit`, it continues from the manager's newest checkpoint, and saves the model,
-    the position in the data and the state of the callbacks with what the manager saves. For a loop
-    of one's own it is a context manager, which restores the newest checkpoint::
+    As a callback of `fit`, it continues from the manager's newest checkpoint. In addition to what
+    the manager saves, it saves the model, the position in the data and the states of the callbacks.
+    In your own loop, use it as a context manager, which restores the newest checkpoint::
 
         with PreemptionCheckpointHandler(manager) as handler:
             for _ in range(handler.steps_made, 1000):
                 handler.run(train_step, iterator)
 
-    Every worker must use it, in its main thread; under a chief that schedules the steps, the chief.
+    Every worker must use it, in its main thread. If a chief schedules the steps, only the chief
+    uses it.
 
     Args:
-        manager: where to save.
-        termination_config: how this process learns that it must end, and ends; None: the defaults.
+        manager: the `CheckpointManager` that saves.
+        termination_config: a `TerminationConfig`; None: the defaults.
 
     Attributes:
         steps_made: the number of calls of `run`, since the first start of the program.
@@ -290,7 +291,7 @@ class PreemptionCheckpointHandler(Callback):
     ) -> None:
         self.manager = manager
         self._config = termination_config or TerminationConfig()
-        self._known_since: float | None = None  # That this process must end.
+        self._known_since: float | None = None  # Whether this process must end.
         self.steps_made = 0
         self._signalled = False
         self._previous: Any = None
@@ -303,7 +304,7 @@ class PreemptionCheckpointHandler(Callback):
         return self.steps_made
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return what a function returns, which makes a step; then exit if a worker must.
+        """Call a function that makes a step, and return its result; exit if a worker must.
 
         Raises:
             RuntimeError: called outside of the handler's ``with`` block.
@@ -320,7 +321,7 @@ class PreemptionCheckpointHandler(Callback):
         return result
 
     def __enter__(self) -> PreemptionCheckpointHandler:
-        """Restore the newest checkpoint, and listen to the signal."""
+        """Restore the newest checkpoint, and listen for the signal."""
         self._listen()
         try:
             if self.manager.restore_or_initialize() is not None:
@@ -335,7 +336,7 @@ class PreemptionCheckpointHandler(Callback):
         self._stop_listening()
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Continue from the newest checkpoint, and listen to the signal."""
+        """Continue from the newest checkpoint, and listen for the signal."""
         self._listen()
         self._fitting = continued(self.manager, self.model)
 
@@ -350,7 +351,7 @@ class PreemptionCheckpointHandler(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Exit if a worker must: all callbacks have seen the end of the last epoch."""
-        if not self.model.position.has_joined:  # Else the others are in a step.
+        if not self.model.position.has_joined:  # Otherwise the others are in a step.
             self._exit_from_fit()
 
     def on_train_end(self, logs: Logs | None = None) -> None:
@@ -374,14 +375,14 @@ class PreemptionCheckpointHandler(Callback):
         else:
             self._config.save_fn()
         _log.warning("a worker got SIGTERM: saved after step %d in %s", step, manager.directory)
-        self._signalled = False  # It is served.
+        self._signalled = False  # The signal is served.
         self._stop_listening()
         if self._config.exit_fn is None:
             raise SystemExit(143)  # The code of a process that a SIGTERM ended.
         self._config.exit_fn()
 
     def _is_due(self) -> bool:
-        """Return True if this process must end, and the time until then is over."""
+        """Return True if this process must end and its grace period is over."""
         watcher = self._config.termination_watcher_fn
         if self._known_since is None and (self._signalled or (watcher is not None and watcher())):
             self._known_since = time.monotonic()
@@ -417,7 +418,7 @@ _MOST_IMAGES = 3
 
 
 class TensorBoard(Callback):
-    """Writes event files for TensorBoard, on the chief.
+    """A callback that writes event files for TensorBoard, on the chief.
 
     The folders and names are those of Keras: `train` and `validation`, with ``epoch_loss`` and so
     on, ``epoch_learning_rate``, and ``batch_loss`` by step. If tracing is enabled (see
@@ -427,11 +428,13 @@ class TensorBoard(Callback):
 
     Args:
         log_dir: the directory.
-        histogram_freq: after how many epochs to write histograms of the variables; 0: never.
-        write_graph: whether to write the layers, and which ones take what others give, as a graph.
-        write_images: whether to write, as often, the variables with two axes or more as images.
-        update_freq: ``"epoch"``, ``"batch"``, or after how many steps to write the metrics so far.
-        embeddings_freq: 0, as embeddings are not written.
+        histogram_freq: write histograms of the variables every this many epochs; 0: never.
+        write_graph: whether to write the graph of the layers and their connections.
+        write_images: whether to write variables with two or more axes as images, as often as
+            histograms.
+        update_freq: ``"epoch"``, ``"batch"``, or a number of steps after which to write the metrics
+            so far.
+        embeddings_freq: must be 0, because embeddings are not written.
     """
 
     def __init__(
@@ -475,7 +478,7 @@ class TensorBoard(Callback):
             self._scalars("train", {f"batch_{name}": value for name, value in logs.items()}, made)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Write the metrics of the epoch, and the variables if it is their turn."""
+        """Write the metrics of the epoch, and every `histogram_freq` epochs the variables."""
         self.model.strategy.attempt(lambda: self._write(epoch, logs))
 
     def _write(self, epoch: int, logs: Logs) -> None:
@@ -536,7 +539,7 @@ def _images(value: Any) -> list[Any]:
         return []
     low, high = value.min(), value.max()
     grey = np.round((value - low) * (255 / (high - low or 1.0))).astype(np.uint8)
-    # The kernel of a convolution is (height, width, inputs, outputs): show those of outputs.
+    # The kernel of a convolution is (height, width, inputs, outputs): show an image per output.
     planes = grey[None] if grey.ndim == 2 else np.moveaxis(grey.reshape(*grey.shape[:2], -1), -1, 0)
     return [plane[..., None] for plane in planes[:_MOST_IMAGES]]
 

@@ -1,4 +1,4 @@
-"""Layers: functions of arrays with variables of their own."""
+"""Layers: functions of arrays with their own variables."""
 
 from ndistribute.exports import export as _export
 from ndistribute.models.layers.attention import *

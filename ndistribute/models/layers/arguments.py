@@ -1,4 +1,4 @@
-"""What layers check and make of their arguments: numbers, dtypes, and random numbers to drop."""
+"""Checks and conversions of layers' arguments: numbers, dtypes, and random dropout factors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def random_generator(seed: Any = None, generators: Any = None) -> Any:
     """Return the generator of this replica; outside of replicas, that of the first.
 
     Args:
-        seed: what a generator starts from that only the owner of `generators` draws from.
+        seed: the seed of generators that only the owner of `generators` draws from.
         generators: a dict, which gets such a generator for each replica.
     """
     replica: Any = get_replica_context() or get_strategy().replica_contexts[0]

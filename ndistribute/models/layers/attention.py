@@ -1,4 +1,4 @@
-"""Attention: each element of a sequence gets a mean of values, weighted by how well keys match."""
+"""Attention: each query gets a mean of values, weighted by how well their keys match it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _OF_LAYERS = {"name", "trainable", "dtype", "input_shape"}
 class MultiHeadAttention(Layer):
     """A layer in which each query attends to keys, and gets the mean of their values.
 
-    Queries, keys and values are first projected to several heads, and the results of all heads to
-    the output. Source: Vaswani et al., "Attention Is All You Need", 2017.
+    The layer projects queries, keys and values to several heads, and projects the results of all
+    heads to the output. Source: Vaswani et al., "Attention Is All You Need", 2017.
 
     Args:
         num_heads: the number of heads.
@@ -31,7 +31,7 @@ class MultiHeadAttention(Layer):
         dropout: the share of probabilities to drop in training.
         use_bias: whether the projections have biases.
         output_shape: the length of the output's last axis; None means that of the query.
-        options: as for `Dense`, for the projections, each of one matrix for all heads.
+        options: as for `Dense`, for the projections; each has one matrix for all heads.
 
     >>> layer = MultiHeadAttention(num_heads=2, key_dim=4)
     >>> query, value = np.zeros((3, 5, 8), np.float32), np.zeros((3, 7, 6), np.float32)
@@ -89,11 +89,11 @@ class MultiHeadAttention(Layer):
             key: an array of shape ``(batch, keys, ...)``; None means `value`.
             attention_mask: booleans of shape ``(queries, keys)``, ``(batch, queries, keys)`` or
                 ``(batch, heads, queries, keys)``, True where a query attends to a key. Axes of
-                length 1 are repeated. A query without keys has zeros. Keys that the mask of `value`
-                or `key` leaves out have no effect.
-            use_causal_mask: whether a query attends to no later key.
-            return_attention_scores: whether to return the probabilities, too, of shape ``(batch,
-                heads, queries, keys)``, in a tuple.
+                length 1 are repeated. The output of a query without keys is zeros. Keys that the
+                mask of `value` or `key` leaves out have no effect.
+            use_causal_mask: whether queries ignore later keys.
+            return_attention_scores: whether to return a tuple of the output and the probabilities,
+                of shape ``(batch, heads, queries, keys)``.
             training: whether to drop probabilities.
         """
         key = value if key is None else key

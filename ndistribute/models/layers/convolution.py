@@ -22,10 +22,11 @@ class Conv2D(KernelLayer):
         filters: the number of channels of the output.
         kernel_size: the height and width of the kernel; an integer for both.
         strides: the distance from one window to the next, in each direction.
-        padding: ``"valid"`` for windows inside the image; ``"same"`` for an output of the size of
-            the image, divided by the strides.
+        padding: ``"valid"`` uses only windows inside the image; with ``"same"``, the output has the
+            size of the image, divided by the strides.
         dilation_rate: the distance between the elements of a window, in each direction.
-        groups: the number of groups of channels; each has ``filters / groups`` filters of its own.
+        groups: the number of groups of channels; each group has its own ``filters / groups``
+            filters.
         activation: a name, such as ``"relu"``, a function, or None.
         use_bias: whether to add a bias.
         options: as for `Dense`; the kernel has the shape
@@ -98,8 +99,8 @@ class Conv2D(KernelLayer):
 class Conv1D(Conv2D):
     """A layer that convolves sequences of shape ``(steps, channels)``.
 
-    Its arguments are those of `Conv2D`, with one number each; the padding ``"causal"`` is that
-    before the sequence that keeps its length, so no output depends on later steps.
+    The arguments are those of `Conv2D`, with one number each. The padding ``"causal"`` pads only
+    before the sequence and keeps its length, so no output depends on later steps.
 
     >>> layer = Conv1D(8, 3, padding="causal")
     >>> layer(np.zeros((2, 6, 3), np.float32)).shape, layer.kernel.shape
@@ -110,7 +111,7 @@ class Conv1D(Conv2D):
 
 
 class DepthwiseConv2D(Conv2D):
-    """A layer that convolves each channel of an image with filters of its own.
+    """A layer that convolves each channel of an image with its own filters.
 
     Args:
         kernel_size: as for `Conv2D`, as are `strides`, `padding` and `dilation_rate`.
@@ -193,11 +194,12 @@ class SeparableConv2D(DepthwiseConv2D):
 
 
 class Conv2DTranspose(Conv2D):
-    """A layer that computes what the gradient of a convolution does: each element adds a window.
+    """A layer that computes a transposed convolution: each element of the input adds a window.
 
     Args:
-        filters: as for `Conv2D`, as are the others but `dilation_rate` and `groups`, which must be
-            1. Images are `strides` times as large, or larger with the padding ``"valid"``.
+        filters: as for `Conv2D`, like all other arguments; `dilation_rate` and `groups` must be 1.
+            The output is `strides` times as large as the input, or larger with the padding
+            ``"valid"``.
         options: as for `Conv2D`; the kernel has the shape ``(*kernel_size, filters, channels)``.
 
     >>> layer = Conv2DTranspose(8, 3, strides=2, padding="same")
@@ -257,7 +259,7 @@ class MaxPool2D(Layer):
 
 
 class AveragePool2D(MaxPool2D):
-    """A layer that takes the mean of each window of an image, without the padding.
+    """A layer that takes the mean of each window of an image; padding does not count.
 
     Its arguments are those of `MaxPool2D`.
 
@@ -275,7 +277,7 @@ class MaxPool1D(MaxPool2D):
 
 
 class AveragePool1D(AveragePool2D):
-    """A layer that takes the mean of each window of a sequence, without the padding."""
+    """A layer that takes the mean of each window of a sequence; padding does not count."""
 
     axes = SEQUENCES
 
@@ -299,7 +301,7 @@ class GlobalAveragePool2D(Layer):
         self.keepdims = bool(keepdims)
 
     def call(self, inputs: Any, mask: Any = None) -> Any:
-        """Return the output, of shape ``(batch, channels)``; a mean leaves out what a mask does."""
+        """Return the output, of shape ``(batch, channels)``; a mean leaves out masked steps."""
         axes = tuple(range(1, len(self.axes) - 1))
         if mask is None or self._reduce is not np.mean:
             return self._reduce(inputs, axis=axes, keepdims=self.keepdims)

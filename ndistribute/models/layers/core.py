@@ -1,10 +1,10 @@
 """Dense layers, attention, shapes, activations, dropout and embeddings.
 
-A dense layer may be divided among the replicas, which have different parts of the batch: it gathers
-the inputs of the whole batch, each replica stores and computes its part of the layer for all of
-them, and the results go back to the replicas of the examples. That costs less than the all-reduce
-of a gradient where a layer has many more weights than a batch has activations: the rest of a model,
-such as convolutions, stays data-parallel.
+A dense layer may be divided among the replicas, which have different parts of the batch. It gathers
+the inputs of the whole batch. Each replica stores its part of the layer and computes it for all
+inputs. The results then go back to the replicas of the examples. If a layer has many more weights
+than a batch has activations, this costs less than the all-reduce of its gradient. The rest of a
+model, such as convolutions, stays data-parallel.
 
 References:
     A. Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014.
@@ -162,7 +162,7 @@ class RepeatVector(Layer):
     """A layer that repeats each vector, along a new axis after that of the batch.
 
     Args:
-        n: how often.
+        n: the number of repetitions.
         options: `name`, `trainable` and `dtype`, see `Layer`.
 
     >>> RepeatVector(3)(np.zeros((5, 4))).shape
@@ -179,7 +179,7 @@ class RepeatVector(Layer):
 
 
 class Lambda(Layer):
-    """A layer that calls a function, which has no variables of its own.
+    """A layer that calls a function without variables.
 
     Args:
         function: a function of the input; a keyword `training` receives whether the model is being
@@ -253,8 +253,8 @@ class ReLU(Activation):
     """A layer that returns the elements above a threshold, up to a maximum.
 
     Args:
-        max_value: the maximum; None: there is none.
-        negative_slope: what the distance to the threshold is multiplied by below it.
+        max_value: the maximum; None: no maximum.
+        negative_slope: the factor of the distance to the threshold, for elements below it.
         threshold: the threshold.
         options: `name`, `trainable` and `dtype`, see `Layer`.
 
@@ -282,7 +282,7 @@ class ReLU(Activation):
 
 
 class Softmax(Layer):
-    """A layer that makes probabilities of the elements along an axis.
+    """A layer that turns the elements along an axis into probabilities.
 
     >>> Softmax()(np.array([[0.0, 0.0]])).tolist()
     [[0.5, 0.5]]
@@ -295,7 +295,7 @@ class Softmax(Layer):
         self.axis = axis
 
     def call(self, inputs: Any, mask: Any = None) -> Any:
-        """Return the probabilities; those that a mask of the input's shape leaves out are 0."""
+        """Return the probabilities; they are 0 where a mask of the input's shape is False."""
         if mask is not None and mask.ndim == inputs.ndim:
             inputs = np.where(mask, inputs, np.finfo(inputs.dtype).min)
         return softmax(inputs, axis=self.axis)
@@ -337,15 +337,16 @@ class PReLU(Layer):
 
 
 class Dropout(Layer):
-    """A layer that sets some elements to zero in training, and scales the others up.
+    """A layer that in training sets random elements to zero, and scales the others up.
 
     Every replica draws from its own generator. Source: Srivastava et al., "Dropout: A Simple Way to
     Prevent Neural Networks from Overfitting", 2014.
 
     Args:
         rate: the share of elements to drop, in ``[0, 1)``.
-        noise_shape: the shape of what is drawn, with 1 for axes whose elements are dropped
-            together and None for the length of the input; None: each element by itself.
+        noise_shape: the shape of the random mask. A length of 1 drops the elements along this axis
+            together; None means the length of the input. None instead of a shape: each element is
+            dropped by itself.
         options: `name`, `trainable` and `dtype`, see `Layer`.
 
     >>> Dropout(0.5)(np.ones(4, np.float32))
@@ -390,8 +391,8 @@ class Embedding(Layer):
     Args:
         input_dim: the number of rows.
         output_dim: the length of a row.
-        mask_zero: whether the row 0 is padding, so that layers, losses and metrics that get the
-            result leave out where the input is 0.
+        mask_zero: whether the input 0 is padding, which layers, losses and metrics after this layer
+            leave out.
         options: `embeddings_initializer` and `embeddings_regularizer`, as for the kernel of
             `Dense`; and `name`, `trainable` and `dtype`, see `Layer`.
 
@@ -428,7 +429,7 @@ class Embedding(Layer):
 
 
 class Masking(Layer):
-    """A layer that masks the time steps all of whose features have one value, and sets them to 0.
+    """A layer that masks time steps whose features all equal a value, and sets them to 0.
 
     Args:
         mask_value: the value.
@@ -465,7 +466,7 @@ class _ParallelDense(Dense):
             self.bias = make("bias", (self.units,))
 
     def _whole_batch(self, inputs: Any, context: Any) -> tuple[Any, Any]:
-        """Return the examples of all replicas, and which are this one's; None if it is alone."""
+        """Return all replicas' examples, and which are this replica's; None if it is alone."""
         if inputs.ndim != 2:
             raise ValueError(
                 f"{self.name}: a parallel dense layer needs an input of two axes, got shape "
@@ -493,16 +494,16 @@ class _ParallelDense(Dense):
 
 
 class ColumnParallelDense(_ParallelDense):
-    """A dense layer of whose units each replica stores and computes a part: columns of the kernel.
+    """A dense layer whose units are divided among replicas: each has some columns of the kernel.
 
-    Its result is that of `Dense`, and so are the gradients. Optimizers update each part where it
-    is. It takes and returns the examples of its replica, with all features.
+    The result and the gradients are those of `Dense`. Each replica updates its own part. The layer
+    takes and returns the examples of its replica, with all features.
 
     Args:
         units: the length of the output's last axis, at least the number of replicas.
         activation: as for `Dense`.
         use_bias: as for `Dense`.
-        options: as for `Dense`, but for regularizers.
+        options: as for `Dense`, without regularizers.
 
     >>> ColumnParallelDense(4)(np.ones((2, 3), np.float32)).shape
     (2, 4)
@@ -521,16 +522,16 @@ class ColumnParallelDense(_ParallelDense):
 
 
 class RowParallelDense(_ParallelDense):
-    """A dense layer of whose inputs each replica uses a part: rows of the kernel.
+    """A dense layer whose inputs are divided among replicas: each has some rows of the kernel.
 
-    Its result is that of `Dense`, and so are the gradients; see `ColumnParallelDense`. It fits a
-    layer with more inputs than units.
+    The result and the gradients are those of `Dense`; see `ColumnParallelDense`. Use it for a layer
+    with more inputs than units.
 
     Args:
         units: the length of the output's last axis.
         activation: as for `Dense`.
         use_bias: as for `Dense`.
-        options: as for `Dense`, but for regularizers.
+        options: as for `Dense`, without regularizers.
 
     >>> RowParallelDense(2)(np.ones((2, 3), np.float32)).shape
     (2, 2)

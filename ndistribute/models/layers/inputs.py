@@ -1,4 +1,4 @@
-"""`Input`, with which a functional model or a `Sequential` begins."""
+"""`Input`, the start of a functional model or a `Sequential`."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def Input(  # noqa: N802
     name: str | None = None,
     batch_shape: Sequence[int | None] | None = None,
 ) -> SymbolicArray:
-    """Return a symbolic array, with which a functional model or a `Sequential` begins.
+    """Return a symbolic array, the input of a functional model or a `Sequential`.
 
     Args:
-        shape: the shape of an example; None is a length that batches may choose.
-        batch_size: the length of the batch, for the shapes; a model accepts others, too.
-        dtype: the dtype, to which the model casts its input, or ``"string"``; None means that of
-            variables.
+        shape: the shape of an example; None is a length that may differ from batch to batch.
+        batch_size: the length of the batch in shapes; a model also accepts other lengths.
+        dtype: the dtype to which the model casts its input, or ``"string"``; None means the dtype
+            of variables.
         name: the name in messages and summaries, and the key in a dict of inputs.
         batch_shape: the shape of a batch, instead of `shape` and `batch_size`.
 

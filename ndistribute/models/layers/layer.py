@@ -1,9 +1,9 @@
-"""`Layer`, a function of arrays with variables of its own.
+"""`Layer`, a function of arrays with its own variables.
 
-A layer creates its variables at its first call, from the shape of its input. Its variables and
-layers are those that its attributes hold, also in lists, tuples and dicts; a path such as
-``blocks/0/kernel`` names each. A layer remembers the arguments that created it, so that a model can
-be saved without code.
+A layer creates its variables at its first call, from the shape of its input. It owns the variables
+and layers that its attributes hold, also in lists, tuples and dicts. A path such as
+``blocks/0/kernel`` names each of them. A layer remembers the arguments that created it, so that a
+model can be saved without code.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _LISTS = "non_trainable_variables trainable_variables variables".split()
 
 
 def _building(build: Callable[[Any, Any], None]) -> Any:
-    """Return a `build` that users may call, too: it does what a first call does."""
+    """Return a `build` that users may also call: it does what a first call does."""
 
     @functools.wraps(build)
     def built(self: Layer, input_shape: Any) -> None:
@@ -75,19 +75,19 @@ class Layer(Explaining):
     """The base class of layers.
 
     A subclass defines `call`, which computes the output, and `build`, which creates the variables
-    with `add_weight`. Layers that it holds as attributes, or in lists and dicts, belong to it.
+    with `add_weight`. Layers in its attributes, also in lists and dicts, belong to it.
 
     Args:
         name: the name in messages and summaries; None: the class name, with a number.
-        trainable: whether tapes watch the layer's variables; it can be set later, too, for the
-            layers that it holds as well.
+        trainable: whether tapes watch the layer's variables. You can also set it later; this sets
+            it for the layers inside, too.
         dtype: the dtype of the variables and of the computation; or ``"mixed_float16"`` or
             ``"mixed_bfloat16"``, which compute in 16 bits and keep variables in float32. None means
-            that of `set_dtype_policy`, or float32.
+            the policy of `set_dtype_policy`, or float32.
         input_shape: the shape of an example; a `Sequential` whose first layer has one creates its
             variables at once.
         input_dim: the length of an example of one axis, instead of `input_shape`.
-        activity_regularizer: a penalty of the output, divided by the number of examples.
+        activity_regularizer: a penalty on the output, divided by the number of examples.
 
     >>> class Scale(Layer):
     ...     def build(self, input_shape):
@@ -174,7 +174,7 @@ class Layer(Explaining):
 
     @_building
     def build(self, input_shape: Any) -> None:
-        """Create the variables; called once, before the first `call`, or earlier by the user.
+        """Create the variables; called once before the first `call`, or earlier by the user.
 
         A call for a model creates the variables of all its layers.
 
@@ -191,7 +191,7 @@ class Layer(Explaining):
         raise NotImplementedError(f"{type(self).__name__} defines no call.")
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
-        """Return the mask of the output, booleans of its first axes; None: there is none.
+        """Return the mask of the output, booleans of its first axes; None means no mask.
 
         Args:
             inputs: the first argument of `call`.
@@ -207,7 +207,7 @@ class Layer(Explaining):
 
     @property
     def trainable(self) -> bool:
-        """Whether tapes watch the variables; setting it sets it for the layers in this one, too."""
+        """Whether tapes watch the variables; setting it also sets it for the layers inside."""
         return self._trainable
 
     @trainable.setter
@@ -229,12 +229,11 @@ class Layer(Explaining):
         """Return the output of `call`, with the mask of `compute_mask`; symbolic if an argument is.
 
         Args:
-            args: passed to `call`; the first is the input, whose floats are cast to the layer's
-                dtype of computation, and whose host arrays go to the GPU of the replica that
-                calls the layer.
-            training: whether the model is being trained; None: as in the layer that calls this one;
-                if nothing calls it, the default of `call`, or False.
-            kwargs: passed to `call`; a keyword `mask` of it receives the mask of the input.
+            args: passed to `call`. The first is the input: its floats are cast to `compute_dtype`,
+                and its host arrays are copied to the GPU of the calling replica.
+            training: whether the model is being trained; None: the value in the layer that calls
+                this one; without such a layer, the default of `call`, or False.
+            kwargs: passed to `call`; if `call` has a keyword `mask`, it gets the mask of the input.
         """
         first, otherwise, takes_mask = _taken_by(type(self).call)
         if not args and first in kwargs:
@@ -276,7 +275,7 @@ class Layer(Explaining):
             _calls.nested, _calls.training = outer
 
     def _called_on_symbols(self, args: Any, training: bool | None, kwargs: Any) -> Any:
-        """Return symbolic outputs, or tensors of a graph, for inputs that are such."""
+        """Return symbolic outputs for symbolic inputs, or tensors for tensors of a graph."""
         leaves = tree.flatten(args[0]) if args else ()
         first: Any = leaves[0] if leaves else None
         if hasattr(first, "__call_model__"):  # A tensor of a graph.
@@ -307,13 +306,14 @@ class Layer(Explaining):
         Args:
             name: the last part of the variable's name.
             shape: the variable's shape.
-            initializer: a name, or a function of a shape and a dtype; None: the one that the
-                options of the layer say, or ``"glorot_uniform"``.
+            initializer: a name, or a function of a shape and a dtype; None: the initializer in the
+                layer's options, or ``"glorot_uniform"``.
             trainable: whether tapes watch it.
             dtype: the variable's dtype; None means the layer's.
             synchronization: as for `Variable`.
             aggregation: as for `Variable`.
-            regularizer: a penalty of the variable; None: the one that the options say, if any.
+            regularizer: a penalty on the variable; None: the regularizer in the layer's options, if
+                any.
         """
         wanted = np.dtype(self.dtype if dtype is None else dtype)
         make = initializers.get(initializer or self._starts.get(name, "glorot_uniform"))
@@ -329,7 +329,7 @@ class Layer(Explaining):
         return Variable(lambda: make(shape, dtype), trainable, path, *kind)
 
     def _returned(self, outputs: Any, like: Any) -> Any:
-        """Return outputs as a kind of array with more methods, if such an array came in."""
+        """Return outputs as an array type with more methods, if the input was of such a type."""
         like = like[0] if isinstance(like, (tuple, list)) and like else like
         if not (isinstance(like, np.ndarray) and hasattr(like, "numpy")):
             return outputs
@@ -380,7 +380,7 @@ class Layer(Explaining):
         """Assign an array to each variable, in the order of `variables`.
 
         Raises:
-            ValueError: the number of arrays or a shape is wrong; nothing has changed then.
+            ValueError: the number of arrays or a shape is wrong. No variable has changed.
         """
         variables, arrays = self.variables, [np.asarray(weight) for weight in weights]
         shapes, expected = [a.shape for a in arrays], [v.shape for v in variables]
@@ -397,13 +397,13 @@ class Layer(Explaining):
     def losses(self) -> list[Any]:
         """The penalties of the regularizers of this layer and of its layers, tracked.
 
-        What `add_loss` has added in this thread's last call belongs to them.
+        They include the losses that `add_loss` added in this thread's last call.
         """
         penalties = [each for layer in self.walk() for each in layer.penalties()]
         return penalties + self._added_losses()
 
     def _added_losses(self) -> list[Any]:
-        """Return what `add_loss` of this layer and of its layers has added in the last call."""
+        """Return the losses that this layer and its layers added in the last call."""
         layers = list(self.walk()) if _calls.added else []
         return [value for layer, value in _calls.added if layer in layers]
 
@@ -431,7 +431,7 @@ class Layer(Explaining):
         return [value for _, value in tree.leaves("", nests) if isinstance(value, Metric)]
 
     def _prepare(self, args: Sequence[Any]) -> None:
-        """Create the variables, or check that the input has the features that they are for."""
+        """Create the variables, or check that the input has the features that they fit."""
         if self.axes:
             check_axes(f"{self.name}: the input", args[0].shape, self.axes)
         if not self.built:
@@ -466,7 +466,7 @@ class Layer(Explaining):
 
     @classmethod
     def assembled(cls, config: Mapping[str, Any]) -> Any:
-        """Return a new layer for a configuration; a model has the layers in it themselves."""
+        """Return a new layer for a configuration, in which a model has the layers themselves."""
         return cls.from_config(config)
 
     def __repr__(self) -> str:
@@ -532,7 +532,7 @@ def build_for(layer: Layer, batch: Any, strategy: Any) -> Any:
     """Create the variables of a layer for inputs of the shapes and dtypes of a batch.
 
     Returns:
-        What the layer returned for an example of zeros, on each replica.
+        The layer's output for an example of zeros, on each replica.
     """
     example = tree.map_leaves(lambda array: np.zeros((1, *array.shape[1:]), array.dtype), batch)
 
@@ -541,13 +541,13 @@ def build_for(layer: Layer, batch: Any, strategy: Any) -> Any:
 
 
 def set_dtype_policy(policy: Any) -> None:
-    """Set the dtype of layers that are created from now on without one.
+    """Set the default dtype of layers that are created from now on.
 
     Args:
         policy: a floating dtype, ``"mixed_float16"`` or ``"mixed_bfloat16"``.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: `policy` is none of these.
 
     >>> set_dtype_policy("mixed_float16")
     >>> layer = Layer()
@@ -565,15 +565,15 @@ def _once(make: Callable[[], Any]) -> None:
     if replica is None or replica.num_replicas_in_sync == 1:
         make()
     else:
-        with replica.communicator.uncounted():  # A worker that joins builds later than others.
+        with replica.communicator.uncounted():  # A worker that joins later builds later.
             replica.merge_call(lambda _: make())
 
 
 class _Calls(threading.local):
-    """Of a thread: whether the model of the current call is trained, and the losses added."""
+    """The state of a thread: whether the current call is in training, and the added losses."""
 
     nested = False  # Whether a layer is being called.
-    training: bool | None = None  # None: nobody has said so.
+    training: bool | None = None  # None: not specified.
 
     def __init__(self) -> None:
         self.added: list[tuple[Layer, Any]] = []
@@ -586,7 +586,7 @@ _calls = _Calls()
 def _taken_by(call: Callable[..., Any]) -> tuple[str, bool | None, bool]:
     """Return the name of the first argument of a `call`, and last whether it takes a mask.
 
-    Between these: what `training` is if nobody says so; None: it does not take it.
+    Between these, return the default of `training`; None if it does not take it.
     """
     parameters = inspect.signature(call).parameters
     training = False if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else None

@@ -1,7 +1,7 @@
-"""Layers that are called on a list of inputs, and functions that make such a layer and call it.
+"""Layers that combine a list of inputs, and functions that create such a layer and call it.
 
-The inputs of elementwise layers broadcast; one with fewer axes gets axes of length 1 after that of
-the batch.
+The inputs of elementwise layers broadcast. An input with fewer axes gets axes of length 1 after the
+batch axis.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Merging(Layer):
         return list(inputs)
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
-        """Return where an input counts, if all have masks."""
+        """Return where any input counts, if all have masks."""
         if mask is None or any(each is None for each in mask):
             return None
         return functools.reduce(np.logical_or, mask)
@@ -144,7 +144,7 @@ class Concatenate(Merging):
         return np.concatenate(self.checked(inputs), axis=self.axis)
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
-        """Return the joined masks, or where an input counts; those without a mask do everywhere."""
+        """Return the joined masks, or where an input counts; inputs without a mask always count."""
         if mask is None:
             return None
         axes = max(each.ndim for each in mask if each is not None)

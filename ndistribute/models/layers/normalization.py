@@ -27,8 +27,8 @@ class LayerNormalization(Layer):
     Args:
         axis: the axis of the features, which must be the last one.
         epsilon: added to the variance.
-        center: whether to add a summand for each feature, `beta`.
-        scale: whether to multiply by a factor for each feature, `gamma`.
+        center: whether to add a learned number to each feature, `beta`.
+        scale: whether to multiply each feature by a learned factor, `gamma`.
         options: `beta_initializer`, `gamma_initializer`, `beta_regularizer`, `gamma_regularizer`,
             `name`, `trainable` and `dtype`, see `Layer`.
 
@@ -73,16 +73,17 @@ class LayerNormalization(Layer):
 class BatchNormalization(LayerNormalization):
     """A layer that normalises each feature by the mean and variance of the batch.
 
-    In training it uses the statistics of the batch, and updates moving averages; otherwise, and if
-    `trainable` is False, it uses the moving averages. Each replica has averages of its own; a
-    checkpoint has their mean. Source: Ioffe and Szegedy, "Batch Normalization", 2015.
+    In training it uses the statistics of the batch and updates moving averages. Outside of
+    training, and if `trainable` is False, it uses the moving averages. Each replica has its own
+    averages; a checkpoint contains their mean. Source: Ioffe and Szegedy, "Batch Normalization",
+    2015.
 
     Args:
         axis: the axis of the features, which must be the last one.
-        momentum: the share of a moving average that a step keeps.
+        momentum: each step keeps this share of a moving average.
         epsilon: added to the variance.
-        synchronized: whether the statistics are those of all replicas' examples, so that results do
-            not depend on the number of replicas. A step then waits for the other replicas.
+        synchronized: whether to compute the statistics over the examples of all replicas. Results
+            then do not depend on the number of replicas, and a step waits for the other replicas.
         options: as for `LayerNormalization`; and `moving_mean_initializer` and
             `moving_variance_initializer`.
 
@@ -120,14 +121,14 @@ class BatchNormalization(LayerNormalization):
     def build(self, input_shape: Sequence[int]) -> None:
         """Create gamma, beta and the moving averages."""
         super().build(input_shape)
-        # A chief's workers, which make a step whenever they are free, all add to one value.
+        # The workers of a chief make a step whenever they are free, so all add to one value.
         kind = "on_write" if schedules_steps(get_strategy()) else "on_read"
         options: Any = {"trainable": False, "synchronization": kind, "aggregation": "mean"}
         self.moving_mean = self.add_weight("moving_mean", input_shape[-1:], **options)
         self.moving_variance = self.add_weight("moving_variance", input_shape[-1:], **options)
 
     def call(self, inputs: Any, training: bool = False, mask: Any = None) -> Any:
-        """Return the normalised input; what a mask leaves out has no part in the statistics."""
+        """Return the normalised input; the statistics leave out masked elements."""
         inputs = as_floats(inputs, self.moving_mean)
         options: Any = {"epsilon": self.epsilon}
         if not training or not self.trainable:
@@ -149,7 +150,7 @@ class BatchNormalization(LayerNormalization):
         replica = get_replica_context()
         if replica is None or replica.num_replicas_in_sync == 1:
             return None
-        communicator = replica.communicator  # Not through the tape: the operation has the rule.
+        communicator = replica.communicator  # Not recorded: the rule does it.
         return lambda vector: communicator.all_reduce("sum", vector)
 
 

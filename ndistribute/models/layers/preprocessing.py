@@ -1,7 +1,7 @@
-"""Layers that prepare features: normalisation by known statistics, and numbers for categories.
+"""Layers that prepare features: they normalise by known statistics, or number categories.
 
-`adapt` reads the data once, outside of replicas; afterwards a layer is a function of its input. The
-lookups compute on the host, such as in `Dataset.map`.
+`adapt` reads the data once, outside of replicas. Afterwards, the output of a layer depends only on
+its input. The lookups compute on the host, for example in `Dataset.map`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Normalization(Layer):
     """A layer that subtracts a mean and divides by a standard deviation, which `adapt` computes.
 
     Args:
-        axis: the axes with statistics of their own; None: one mean and variance for all elements.
+        axis: the axes with separate statistics; None: one mean and variance for all elements.
         mean: the mean, instead of `adapt`.
         variance: the variance, instead of `adapt`.
-        invert: whether to compute the inverse.
+        invert: whether to compute the inverse: multiply by the deviation and add the mean.
         options: `name` and `dtype`, see `Layer`.
 
     >>> layer = Normalization()
@@ -125,7 +125,7 @@ class GaussianNoise(Layer):
 
 
 class _Counting(Layer):
-    """The base class of layers that turn numbers of categories into vectors, if asked to."""
+    """The base class of layers that can turn category numbers into vectors."""
 
     _modes: ClassVar[tuple[str, ...]] = ("int", "one_hot", "multi_hot", "count")
 
@@ -153,8 +153,9 @@ class CategoryEncoding(_Counting):
 
     Args:
         num_tokens: the number of categories.
-        output_mode: ``"one_hot"`` for a vector for each number; ``"multi_hot"`` for a 1 for each
-            number on the last axis, and ``"count"`` for how often it occurs there.
+        output_mode: ``"one_hot"`` returns a vector for each number. ``"multi_hot"`` returns one
+            vector for the numbers on the last axis, with a 1 for each that occurs. ``"count"``
+            returns such a vector with the number of occurrences.
         options: `name` and `dtype`, see `Layer`.
 
     >>> CategoryEncoding(4)(np.array([[0, 2], [3, 3]])).tolist()
@@ -175,10 +176,11 @@ class CategoryEncoding(_Counting):
 
 
 class Discretization(_Counting):
-    """A layer that turns numbers into those of the bins in which they are.
+    """A layer that turns numbers into the numbers of their bins.
 
     Args:
-        bin_boundaries: the numbers between the bins, in order; None: those of `adapt`.
+        bin_boundaries: the boundaries between the bins, in ascending order; None: `adapt` finds
+            them.
         num_bins: the number of bins that `adapt` makes, with as many elements in each.
         output_mode: ``"int"`` for the number of the bin, or as for `CategoryEncoding`.
         options: `name` and `dtype`, see `Layer`.
@@ -222,11 +224,11 @@ class Discretization(_Counting):
 class Hashing(_Counting):
     """A layer that turns words or integers into numbers of bins, by a hash of their text.
 
-    The hash is BLAKE2b, the same in all processes; the numbers are others than those of Keras.
+    The hash is BLAKE2b, the same in all processes. The numbers differ from those of Keras.
 
     Args:
         num_bins: the number of bins.
-        salt: a number that makes other bins.
+        salt: a number; another number gives other bins.
         output_mode: ``"int"`` for the number of the bin, or as for `CategoryEncoding`.
         options: `name` and `dtype`, see `Layer`.
 
@@ -261,16 +263,17 @@ class StringLookup(_Counting):
     """A layer that turns words into the numbers of a vocabulary, or back.
 
     Args:
-        max_tokens: the largest size of a vocabulary of `adapt`, with what is not a word.
-        num_oov_indices: 1 if there is a number for words out of the vocabulary, else 0: they are
-            refused.
-        mask_token: a word whose number is 0; None: there is none.
-        oov_token: the word for numbers of no word.
-        vocabulary: the words; None: those that `adapt` counts, the most frequent first.
-        idf_weights: the weights of the words for ``"tf_idf"``; None: those of `adapt`.
+        max_tokens: the largest size of the vocabulary that `adapt` makes, including the mask token
+            and the number for unknown words.
+        num_oov_indices: 1: words outside the vocabulary get a number; 0: they raise an error.
+        mask_token: a word that gets the number 0; None: no such word.
+        oov_token: the word that the inverse returns for the number of unknown words.
+        vocabulary: the words; None: the words that `adapt` counts, the most frequent first.
+        idf_weights: the weights of the words for ``"tf_idf"``; None: `adapt` computes them.
         invert: whether to turn numbers into words.
-        output_mode: ``"int"`` for numbers, as for `CategoryEncoding`, or ``"tf_idf"`` for counts
-            times weights, which are larger for words in fewer of the rows that `adapt` reads.
+        output_mode: ``"int"`` for numbers; a mode of `CategoryEncoding`; or ``"tf_idf"`` for counts
+            times weights. The weight of a word is larger if fewer of the rows that `adapt` reads
+            contain it.
         options: `name` and `dtype`, see `Layer`.
 
     >>> layer = StringLookup(vocabulary=["a", "b"])
@@ -323,11 +326,12 @@ class StringLookup(_Counting):
         self.set_vocabulary(words[:room], weights)
 
     def set_vocabulary(self, vocabulary: Any, idf_weights: Any = None) -> None:
-        """Set the words, with or without the mask and the word for others in front.
+        """Set the words; the mask and the word for unknown words may come first.
 
         Args:
             vocabulary: the words.
-            idf_weights: the weight of each, for ``"tf_idf"``; other words have their mean.
+            idf_weights: the weight of each word, for ``"tf_idf"``; unknown words get the mean
+                weight.
         """
         words = self._values(vocabulary)
         if self._special and words[: len(self._special)] == self._special:
@@ -411,10 +415,10 @@ class TextVectorization(StringLookup):
         standardize: ``"lower_and_strip_punctuation"``, ``"lower"``, ``"strip_punctuation"``, None,
             or a function of an array of texts.
         split: ``"whitespace"``, ``"character"``, None, or a function of a text that returns words.
-        ngrams: up to how many words in a row count as a word; or the numbers, in a tuple.
-        output_mode: ``"int"`` for the numbers of the words in turn, 0 after the last and 1 for
-            unknown words; or as for `StringLookup`.
-        output_sequence_length: the length of rows of numbers; None: that of the longest one.
+        ngrams: also count up to this many consecutive words as a word; or the numbers, in a tuple.
+        output_mode: ``"int"`` for the numbers of the words in order, with 1 for unknown words and 0
+            after the last word; or as for `StringLookup`.
+        output_sequence_length: the length of rows of numbers; None: the length of the longest text.
         options: as for `StringLookup`.
 
     >>> layer = TextVectorization(vocabulary=["a", "text"])
@@ -455,7 +459,7 @@ class TextVectorization(StringLookup):
             n = longest if self.output_sequence_length is None else self.output_sequence_length
             rows = [[*row, *[""] * n][:n] for row in rows]
         vectors = [self._vectors(self._numbered_words(row, (len(row),))) for row in rows]
-        if not vectors:  # No text, whose result has the shape of others.
+        if not vectors:  # An empty batch; its result has the shape of others.
             return self(np.full(1, ""))[:0]
         return np.stack(vectors) if np.ndim(inputs) else vectors[0]
 

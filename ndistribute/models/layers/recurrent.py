@@ -1,8 +1,8 @@
 """Recurrent layers, and layers around a layer for sequences of shape ``(batch, time, ...)``.
 
-A cell is a layer of one time step, and `RNN` calls it for each. The cells of this file do all time
-steps as one operation, see `ndistribute.models.operations`. Where a mask is False, the state stays
-what it was, so padding at the end of a sequence changes nothing.
+A cell is a layer for one time step, and `RNN` calls it for each step. The cells of this file
+compute all time steps as one operation, see `ndistribute.models.operations`. Where a mask is False,
+the state does not change, so padding at the end of a sequence has no effect.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class SimpleRNNCell(Layer):
     Args:
         units: the length of the output's last axis.
         activation: a name, a function, or None. ``"tanh"``, ``"sigmoid"``, ``"relu"`` and None are
-            computed as one operation, others by many.
+            computed as one operation, which is faster than the many operations of others.
         use_bias: whether to add a bias.
         dropout: the share of the input's features to drop in training, the same in all time steps.
         recurrent_dropout: must be 0.
         options: `kernel_initializer`, `recurrent_initializer` and `bias_initializer`, and the same
             with `regularizer`, as for `Dense`; `name`, `trainable` and `dtype`, see `Layer`;
-            `implementation`, `unroll` and `use_cudnn` change nothing.
+            `implementation`, `unroll` and `use_cudnn` have no effect.
 
     >>> h = np.zeros((2, 4), np.float32)
     >>> y, states = SimpleRNNCell(4)(np.ones((2, 3), np.float32), [h])
@@ -109,7 +109,7 @@ class SimpleRNNCell(Layer):
     def scan(
         self, inputs: Any, states: Sequence[Any], mask: Any = None, training: bool = False
     ) -> tuple[Any, list[Any]]:
-        """Return the outputs of all time steps, and the last states; None before it: zeros."""
+        """Return the outputs of all time steps, and the last states; None stands for zeros."""
         shape = inputs.shape[0], self.units
         if len(states) != self.step.states or any(np.shape(s) not in ((), shape) for s in states):
             raise ValueError(
@@ -172,7 +172,7 @@ class GRUCell(LSTMCell):
         recurrent_activation: of the gates.
         use_bias: whether to add a bias.
         reset_after: must be True: the reset gate is applied to the product with the recurrent
-            kernel, which has a bias of its own.
+            kernel, which has its own bias.
         options: as for `SimpleRNNCell`.
     """
 
@@ -183,22 +183,22 @@ class GRUCell(LSTMCell):
 class RNN(Layer):
     """A layer that calls a cell for each time step.
 
-    A cell is a layer that is called on a time step and the states before, a list, and returns its
-    output and the new states. It has a `state_size`: the length or the shape of the state, or a
-    list of them; or a method ``get_initial_state(batch_size=...)``.
+    A cell is a layer. It is called on a time step and the list of the last states, and returns its
+    output and the new states. It has a `state_size`, which is the length or the shape of the state,
+    or a list of these. Instead it may have a method ``get_initial_state(batch_size=...)``.
 
     Args:
         cell: the cell.
         return_sequences: whether to return the outputs of all time steps, not only the last.
         return_state: whether to return the output and the last states, in a list.
-        go_backwards: whether to start at the last time step; outputs are in that order, too.
+        go_backwards: whether to start at the last time step; the outputs are in that order, too.
         stateful: must be False.
-        zero_output_for_mask: whether the outputs of time steps that a mask leaves out are 0; else
-            they are those of the step before.
+        zero_output_for_mask: whether the output of a time step that a mask leaves out is 0; if
+            False, it is the output of the step before.
         options: `name`, `trainable` and `dtype`, see `Layer`; `unroll` changes nothing.
 
     Raises:
-        ValueError: an argument is out of range, or what does not exist here is wanted.
+        ValueError: an argument is out of range, or asks for a feature that does not exist here.
 
     >>> class Sum(Layer):
     ...     state_size = 3
@@ -300,7 +300,7 @@ def _scan(
 ) -> tuple[Any, Any]:
     """Return the outputs of all time steps, and the last states, by `scan` or calls of a cell."""
     kinds = (kind for kind in type(cell).__mro__ if {"call", "scan"} & vars(kind).keys())
-    if "scan" in vars(next(kinds, object)):  # Else a subclass has a `call` of its own.
+    if "scan" in vars(next(kinds, object)):  # Otherwise a subclass has its own `call`.
         return cell.scan(inputs, states, mask=mask, training=training)  # type: ignore[no-any-return]
     outputs: list[Any] = []
     for t in range(tree.flatten(inputs)[0].shape[1]):
@@ -343,7 +343,7 @@ class SimpleRNN(RNN):
 
     Args:
         units: the length of the output's last axis.
-        activation: as for `SimpleRNNCell`, as are others that `options` has.
+        activation: as for `SimpleRNNCell`.
         use_bias: whether to add a bias.
         options: as for `SimpleRNNCell` and `RNN`.
 
@@ -356,13 +356,13 @@ class SimpleRNN(RNN):
 
 
 class LSTM(RNN):
-    """A long short-term memory, whose gates say what its state keeps, takes in and shows.
+    """A long short-term memory, whose gates control what its state keeps, takes in and outputs.
 
     Source: Hochreiter and Schmidhuber, "Long Short-Term Memory", 1997.
 
     Args:
         units: the length of the output's last axis.
-        activation: as for `LSTMCell`, as are others that `options` has.
+        activation: as for `LSTMCell`.
         recurrent_activation: of the gates.
         use_bias: whether to add a bias.
         options: as for `LSTMCell` and `RNN`. The states are the output and the cell's state.
@@ -376,7 +376,7 @@ class LSTM(RNN):
 
 
 class GRU(RNN):
-    """A gated recurrent unit, whose gates say how much of its state to renew.
+    """A gated recurrent unit, whose gates control how much of its state is replaced.
 
     Its arguments are those of `GRUCell` and `RNN`. Source: Cho et al., "Learning Phrase
     Representations using RNN Encoder-Decoder", 2014.
@@ -401,7 +401,7 @@ class Bidirectional(Layer):
     """Two recurrent layers, of which the second one reads the sequence from its end.
 
     Args:
-        layer: the first layer; the second one has its arguments, but for `go_backwards`. The
+        layer: the first layer; the second layer has the same arguments, except `go_backwards`. The
             outputs of both are 0 where a mask leaves out time steps.
         merge_mode: how the outputs are joined: ``"concat"``, ``"sum"``, ``"ave"``, ``"mul"``, or
             None for a list of both.
@@ -453,7 +453,7 @@ class Bidirectional(Layer):
 class TimeDistributed(Layer):
     """A layer that applies a layer to each time step of a sequence.
 
-    The layer gets the mask of what is in the time steps, if the mask has more than two axes.
+    If the mask has more than two axes, the layer gets the part of the mask inside the time steps.
 
     Args:
         layer: the layer.

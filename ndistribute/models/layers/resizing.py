@@ -28,8 +28,8 @@ class ZeroPadding2D(Layer):
     """A layer that adds rows and columns of zeros around an image.
 
     Args:
-        padding: the number on each side; or two, of rows and of columns; or a pair for each, of
-            those before and after.
+        padding: the number on each side; or two numbers, for rows and columns; or two pairs, for
+            the rows and columns before and after.
         options: `name`, `trainable` and `dtype`, see `Layer`.
 
     >>> ZeroPadding2D(((1, 0), (2, 2)))(np.ones((1, 4, 4, 3))).shape
@@ -77,7 +77,7 @@ class UpSampling2D(Layer):
     """A layer that repeats each row and each column of an image.
 
     Args:
-        size: how often: an integer, or one for the rows and one for the columns.
+        size: the number of repetitions: an integer, or one for rows and one for columns.
         options: `name`, `trainable` and `dtype`, see `Layer`.
 
     >>> UpSampling2D((2, 3))(np.ones((1, 4, 4, 3))).shape
@@ -133,7 +133,7 @@ class _ImageLayer(Layer):
 
 
 class _RandomLayer(_ImageLayer):
-    """The base class of layers that draw; see `RandomFlip`."""
+    """The base class of layers that make random changes; see `RandomFlip`."""
 
     def __init__(self, *args: Any, seed: int | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -178,11 +178,11 @@ class CenterCrop(_ImageLayer):
 
 
 class RandomCrop(_RandomLayer, CenterCrop):
-    """A layer that cuts a random part out of the images of a batch, the middle out of training.
+    """A layer that in training crops a random part of a batch's images, and otherwise the middle.
 
-    Its arguments are those of `CenterCrop`, and `seed`, as for `RandomFlip`. A call that says
-    nothing of `training` counts as training. A compiled step, whose shapes and slices are fixed,
-    refuses it.
+    The arguments are those of `CenterCrop`, and `seed` as for `RandomFlip`. A call without
+    `training` counts as training. In a compiled step the layer raises an error, because shapes and
+    slices are fixed there.
     """
 
     def _corner(self, rest: tuple[int, int], training: bool) -> tuple[int, int]:
@@ -196,17 +196,17 @@ class RandomCrop(_RandomLayer, CenterCrop):
 
 
 class RandomFlip(_RandomLayer):
-    """A layer that mirrors each image with a probability of one half, none out of training.
+    """A layer that in training mirrors each image with a probability of one half.
 
     A call that says nothing of `training`, such as in `Dataset.map`, counts as training. Every
     replica draws from its own generator.
 
     Args:
         mode: ``"horizontal"``, ``"vertical"``, or ``"horizontal_and_vertical"``.
-        options: `seed`, as all layers for images that draw have it: an integer, with which a layer
-            draws from generators of its own, and so changes one image after the other as another
-            layer with this seed does; they start anew in each program. And `name`, `trainable` and
-            `dtype`, see `Layer`.
+        options: `seed`, an integer that all random layers for images accept. A layer with a seed
+            has its own generators, which start over in each program. So two layers with the same
+            seed change their images in the same way. Also `name`, `trainable` and `dtype`, see
+            `Layer`.
 
     >>> RandomFlip("horizontal")(np.ones((1, 4, 4, 3))).shape
     (1, 4, 4, 3)
@@ -226,11 +226,11 @@ class RandomFlip(_RandomLayer):
 
 
 class RandomContrast(_RandomLayer):
-    """A layer that in training changes how far the elements of an image are from their mean.
+    """A layer that in training changes the contrast of images, relative to their mean.
 
     Args:
-        factor: by how much at most: distances are multiplied by a number from ``1 - factor`` to ``1
-            + factor``; or a number for each end.
+        factor: distances from the mean are multiplied by a number from ``1 - factor`` to ``1 +
+            factor``; or a pair with the value for each end.
         value_range: the smallest and the largest value of the result.
         options: `name`, `trainable` and `dtype`, see `Layer`.
 
@@ -311,7 +311,7 @@ class _Warp(_RandomLayer):
         return _sampled(images, *places, self.interpolation, self.fill_mode, self.fill_value)
 
     def _sources(self, images: Any, y: Any, x: Any) -> tuple[Any, Any]:
-        """Return from where elements are taken; places are relative to the middle."""
+        """Return the places from which elements are taken, relative to the middle."""
         raise NotImplementedError
 
 
@@ -319,9 +319,10 @@ class RandomRotation(_Warp):
     """A layer that in training turns images around their middle.
 
     Args:
-        factor: by how much at most, in full turns, against the clock and with it; or the two ends.
-        fill_mode: what is outside of an image: ``"reflect"``, ``"wrap"``, ``"nearest"``, or
-            ``"constant"``, the `fill_value`.
+        factor: the largest angle, in full turns, in both directions; or the two ends of the range.
+            Positive angles turn counterclockwise.
+        fill_mode: how to fill points outside of an image: ``"reflect"``, ``"wrap"``, ``"nearest"``,
+            or ``"constant"`` for the `fill_value`.
         interpolation: ``"bilinear"`` or ``"nearest"``.
         fill_value: see `fill_mode`.
         options: `name`, `trainable` and `dtype`, see `Layer`.
@@ -341,11 +342,12 @@ class RandomRotation(_Warp):
 
 
 class RandomZoom(_Warp):
-    """A layer that in training makes what images show larger or smaller.
+    """A layer that in training zooms images in or out.
 
     Args:
-        height_factor: by how much at most; positive numbers make it smaller; or the two ends.
-        width_factor: the same for the width; None: that of the height, for each image.
+        height_factor: the largest change, in both directions; or the two ends of the range.
+            Positive numbers zoom out.
+        width_factor: the same for the width; None: each image uses its change of the height.
         options: `fill_mode`, `interpolation` and `fill_value`, as for `RandomRotation`; and `name`,
             `trainable` and `dtype`, see `Layer`.
 
@@ -374,11 +376,12 @@ class RandomZoom(_Warp):
 
 
 class RandomTranslation(RandomZoom):
-    """A layer that in training moves images down and to the right, or up and to the left.
+    """A layer that in training moves images vertically and horizontally.
 
     Args:
-        height_factor: by which share of the height at most; or the two ends, down being positive.
-        width_factor: the same for the width, to the right being positive.
+        height_factor: the largest move, as a share of the height, in both directions; or the two
+            ends of the range. Positive numbers move images down.
+        width_factor: the same for the width. Positive numbers move images to the right.
         options: as for `RandomZoom`.
     """
 
@@ -420,7 +423,7 @@ def _sampled(
 
 
 def _range(factor: Any, what: str) -> tuple[float, float]:
-    """Return the two ends of a range, of which one number means it below and above 0."""
+    """Return the two ends of a range; one number stands for the range from minus it to it."""
     ends = (-factor, factor) if isinstance(factor, int | float) else factor
     if not isinstance(ends, Sequence) or len(ends) != 2 or ends[0] > ends[1]:
         raise ValueError(f"{what} must be a number, 0 or more, or a pair in order, got {factor!r}.")

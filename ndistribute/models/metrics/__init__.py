@@ -1,4 +1,4 @@
-"""Metrics: what a model reports of its predictions, exact over all examples of all replicas."""
+"""Metrics, which score a model's predictions exactly over all examples of all replicas."""
 
 from ndistribute.exports import export as _export
 from ndistribute.models.metrics.counts import *

@@ -1,4 +1,4 @@
-"""Metrics of examples that are positive or not, counted above thresholds of the predictions."""
+"""Metrics of positive and negative examples, counted above thresholds of the predictions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ndistribute.models.metrics.metric import Sums
 
 
 class _Counted(Sums):
-    """The base class of metrics of positive examples and others, counted above thresholds."""
+    """The base class of metrics that count positive and negative examples above thresholds."""
 
     def __init__(self, thresholds: Any, name: str | None) -> None:
         self.thresholds = thresholds
@@ -42,11 +42,11 @@ class _Counted(Sums):
 
 
 class _AtThresholds(_Counted):
-    """The base class of what the counts for thresholds give.
+    """The base class of metrics that are computed from the counts above thresholds.
 
     Args:
-        thresholds: the prediction above which an example is predicted positive; a list of them
-            gives an array of values.
+        thresholds: an example with a prediction above the threshold is predicted positive. For a
+            list of thresholds, the result is an array.
         name: the name in logs.
     """
 
@@ -83,7 +83,7 @@ class TruePositives(_AtThresholds):
 
 
 class FalsePositives(_AtThresholds):
-    """The number, or weight, of other examples that are predicted positive."""
+    """The number, or weight, of negative examples that are predicted positive."""
 
     of_counts = staticmethod(lambda tp, fp, positive, negative: fp)
 
@@ -95,20 +95,20 @@ class FalseNegatives(_AtThresholds):
 
 
 class TrueNegatives(_AtThresholds):
-    """The number, or weight, of other examples that are not predicted positive."""
+    """The number, or weight, of negative examples that are not predicted positive."""
 
     of_counts = staticmethod(lambda tp, fp, positive, negative: negative - fp)
 
 
 class AUC(_Counted):
-    """The area under a curve of shares that a threshold from 0 to 1 gives, by trapezoids.
+    """The area under the ROC or precision-recall curve, computed from trapezoids.
 
     Args:
-        num_thresholds: the number of thresholds.
+        num_thresholds: the number of thresholds between 0 and 1.
         curve: ``"ROC"``, the share of true positives over that of false positives, or ``"PR"``, the
             precision over the recall.
         name: the name in logs.
-        from_logits: whether predictions are logits, else probabilities.
+        from_logits: whether predictions are logits instead of probabilities.
 
     The area under ``"PR"`` is interpolated as by Davis and Goadrich, "The Relationship Between
     Precision-Recall and ROC Curves", 2006.
@@ -160,7 +160,7 @@ class AUC(_Counted):
 
 
 def _divided(a: Any, b: Any) -> Any:
-    """Return quotients, 0 where the divisor is."""
+    """Return quotients, 0 where the divisor is 0."""
     a, b = np.broadcast_arrays(a, b)
     return np.divide(a, b, out=np.zeros(a.shape), where=b != 0)
 

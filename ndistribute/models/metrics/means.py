@@ -1,4 +1,4 @@
-"""Metrics that are the mean of a function of labels and predictions, and `get`, for all by name."""
+"""Metrics that are means of a function of labels and predictions, and `get` for all metrics."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class MeanMetric(Mean):
         name: the name in logs; None: the function's name.
         parameters: passed to the function.
 
-    One number for a batch is taken for the mean of its examples, and allows no weights; then the
-    result may depend on the sizes of batches, and on the number of replicas.
+    If the function returns one number for a batch, it counts as the mean of the examples and allows
+    no weights. The result may then depend on the sizes of batches and on the number of replicas.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class MeanMetric(Mean):
         self._function, self._parameters = function, parameters
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:  # type: ignore[override]
-        """Add the examples of a batch, but those that the mask of the predictions leaves out."""
+        """Add the examples of a batch, except those that the mask of the predictions leaves out."""
         mask = mask_of(y_pred)
         labels, predicted = untrack(losses.aligned(y_true, y_pred))  # No tape needs the metric.
         values = losses.per_example(self._function, labels, predicted, self._parameters)
@@ -99,7 +99,7 @@ def _cosine_similarity(y_true: Any, y_pred: Any, axis: int = -1) -> Any:
 
 
 class _OfFunction(MeanMetric):
-    """The base class of means of the function of that name, here or a loss; see `MeanMetric`."""
+    """The base class of means of the function with the class's name, in snake case."""
 
     _of: ClassVar[Callable[..., Any]]
 
@@ -198,10 +198,10 @@ def get(metric: Any, loss: losses.Loss | None = None) -> Metric:
     """Return a metric for a name or a function; a `Metric` is returned unchanged.
 
     Args:
-        metric: a metric, its name, a loss's name, or a function of labels and predictions.
-            ``"accuracy"`` and ``"crossentropy"`` mean, as in Keras, those of two classes for
-            predictions of one number, the sparse ones for labels without the axis of the classes,
-            and otherwise the categorical ones. They take logits if the loss does, of which 0 is
+        metric: a metric, its name, a loss's name, or a function of labels and predictions. As in
+            Keras, the shapes choose the kind of ``"accuracy"`` and ``"crossentropy"``. It is binary
+            for predictions of one number, sparse for labels without the axis of the classes, and
+            otherwise categorical. They take logits if the loss does; the logit 0 is the probability
             one half.
         loss: the model's loss.
 

@@ -1,7 +1,8 @@
-"""`Metric`, the base class of metrics, and what its value is in a step of a model.
+"""`Metric`, the base class of metrics, and the values of metrics in a step of a model.
 
-Each replica writes to its own component of a metric's variables; outside of replicas these are
-added up. So nothing is exchanged until a metric is read, and an uneven last batch counts right.
+Each replica writes to its own component of a metric's variables. A read outside of replicas adds
+the components up. So replicas exchange nothing until a metric is read, and an uneven last batch
+counts correctly.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ndistribute.variables import Variable
 
 
 class MetricValue(float):
-    """The value of a metric on a replica, in a step of a model: logs contain that of all replicas.
+    """The value of a metric on a replica in a step; the logs have that of all replicas.
 
     Attributes:
         metric: the metric.
@@ -38,9 +39,9 @@ class MetricValue(float):
 
 
 class PendingValue:
-    """What stands for the value of a metric in a step of a model, if it can only be returned.
+    """A placeholder for a metric's value in a step of a model, where it can only be returned.
 
-    So it is in a compiled step, and if the value is no number.
+    It is used in a compiled step, and if the value is not a number.
 
     Args:
         metric: the metric.
@@ -54,7 +55,7 @@ class PendingValue:
 
 
 def _in_steps(result: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a `result` that knows the steps of models, whose logs show the metric's value."""
+    """Return a `result` that returns a placeholder in steps of models."""
 
     @functools.wraps(result)
     def value_of(self: Metric) -> Any:
@@ -77,8 +78,8 @@ def _in_steps(result: Callable[[Any], Any]) -> Callable[[Any], Any]:
 class Metric(Explaining, Shown):
     """The base class of metrics; a subclass defines `update_state` and `result`.
 
-    It creates variables with `add_weight`. In `update_state` each replica writes to its own, and
-    outside of replicas a variable is the sum of theirs.
+    It creates variables with `add_weight`. In `update_state`, each replica writes to its own
+    component of a variable. Outside of replicas, a variable is the sum of these components.
 
     Args:
         name: the name in logs; None: the class name in snake case.
@@ -123,14 +124,14 @@ class Metric(Explaining, Shown):
         aggregation: Any = "sum",
         synchronization: Any = "on_read",
     ) -> Variable:
-        """Return a new variable that each replica has; keep it as an attribute.
+        """Return a new variable with a value on each replica; keep it as an attribute.
 
         Args:
             name: the last part of its name.
             shape: its shape.
             initializer: a name, or a function of a shape and a dtype.
             dtype: its dtype; None means the metric's.
-            aggregation: what it is outside of replicas, see `Variable`.
+            aggregation: how replicas' values are combined outside of replicas, see `Variable`.
             synchronization: as for `Variable`.
         """
         if not isinstance(name, str):
@@ -149,7 +150,7 @@ class Metric(Explaining, Shown):
         aggregation: Any = "sum",
         name: str = "variable",
     ) -> Variable:
-        """Return what `add_weight` does: in Keras 3 the shape is the first argument."""
+        """Return a new variable, like `add_weight`; the shape comes first, as in Keras 3."""
         return self.add_weight(name, shape, initializer, dtype=dtype, aggregation=aggregation)
 
     def named_variables(self) -> dict[str, Variable]:
@@ -173,7 +174,7 @@ class Metric(Explaining, Shown):
         raise NotImplementedError(f"{type(self).__name__} defines no update_state.")
 
     def result(self) -> Any:
-        """Return the value over all replicas; inside `run`, that of this replica alone."""
+        """Return the value over all replicas; inside `run`, the value of this replica alone."""
         raise NotImplementedError(f"{type(self).__name__} defines no result.")
 
     @functools.cached_property
@@ -206,7 +207,7 @@ class Metric(Explaining, Shown):
         return {name: value for name, value in vars(self).items() if name != "_arguments"}
 
     def reset_state(self) -> None:
-        """Forget all examples."""
+        """Reset the metric, so that it has counted no examples."""
         for variable in self.variables:
             variable.assign(np.zeros(variable.shape, variable.dtype))
 
@@ -233,7 +234,7 @@ class Sums(Metric):
         self.state = self.add_weight("state", size)
 
     def sums(self) -> Any:
-        """Return the sums of all replicas, on the host; in a replica, its own."""
+        """Return the sums of all replicas, on the host; in a replica, return its own sums."""
         return to_host(as_array(self.state))
 
 

@@ -1,11 +1,11 @@
 """Convolutions of images as matrix products, and pooling, channels last.
 
-A `Windows` says which elements of the input each window covers, so that an operation is a loop over
-the few offsets inside a window, each a slice of all images.
+A `Windows` tells which elements of the input each window covers. So an operation is a loop over the
+few offsets inside a window, and each offset is a slice of all images.
 
 A product takes the columns of a block of images: a matrix with one row for each window. A block
-fits the cache of a core, and the backward pass makes the columns again, so a step keeps none.
-Source: Chellapilla et al., "High Performance Convolutional Neural Networks for Document
+fits the cache of a core. The backward pass computes the columns again, so a step need not keep
+them. Source: Chellapilla et al., "High Performance Convolutional Neural Networks for Document
 Processing", 2006.
 """
 
@@ -33,8 +33,8 @@ Pair = tuple[int, int]
 # The size of the columns of a block: the cache of a core, or a small part of the memory of a GPU.
 _HOST_BYTES, _GPU_BYTES = 1 << 20, 1 << 28
 _POOLED_BYTES = 1 << 19  # Half of the cache of a core, as measured.
-_MOST_BLOCKS = 16  # In a compiled step, where each one is compiled.
-_MOST_OFFSETS = 25  # Of a window, up to which elementwise operations are faster.
+_MOST_BLOCKS = 16  # In a compiled step, which compiles each offset.
+_MOST_OFFSETS = 25  # The elements of a window up to which elementwise operations are faster.
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Offset:
 
 @dataclass(frozen=True)
 class Windows:
-    """The windows over images of one size; heights, or what is vertical, come first.
+    """The windows over images of one size; in each pair, the vertical number comes first.
 
     >>> Windows.over((5, 5), (3, 3), (2, 2), "same").count
     (3, 3)
@@ -69,8 +69,8 @@ class Windows:
     ) -> Windows:
         """Return the windows inside an image, for the padding ``"valid"``.
 
-        For ``"same"`` there is one for each stride of the image, with the padding divided evenly,
-        and the odd row or column at the end, as in TensorFlow.
+        For ``"same"`` there is a window for each stride of the image. As in TensorFlow, the padding
+        is divided evenly, and an odd row or column of padding comes at the end.
         """
         if padding not in ("valid", "same"):
             raise ValueError(f"padding must be 'valid' or 'same', got {padding!r}.")
@@ -284,7 +284,7 @@ def _computed_once(value: Any) -> Any:
 
 
 def differentiated(function: Callable[..., Any], *boxes: Any) -> tuple[Any, Callable[..., Any]]:
-    """Return what a function of JAX gives in a compiled step, and the function of its gradients.
+    """Return the result of a JAX function in a compiled step, and the function of its gradients.
 
     Arguments may be None; the result is an array or a list.
     """
@@ -410,7 +410,7 @@ def _reversed(kernel: Array, groups: int) -> Array:
 
 
 def conv2d_transpose(x: Any, kernel: Any, strides: Any, padding: str) -> Any:
-    """Return what the gradient of `conv2d` for its images is, if `x` is that of its result.
+    """Return the transposed convolution: the gradient that `conv2d` has for its images.
 
     The kernel has the shape ``(height, width, filters, channels)``, the result the size of the
     images times the strides, and more for the padding ``"valid"`` where windows are larger.
@@ -450,7 +450,7 @@ def _transpose(x: Any, kernel: Any, *, windows: Windows) -> Any:
 
 
 def max_pool2d(x: Any, size: Pair, strides: Pair | None = None, padding: str = "valid") -> Any:
-    """Return the largest element of each window; of equal ones, the first has the gradient.
+    """Return the largest element of each window; among equals, the first gets the gradient.
 
     The padding is never the largest.
 
@@ -461,7 +461,7 @@ def max_pool2d(x: Any, size: Pair, strides: Pair | None = None, padding: str = "
 
 
 def average_pool2d(x: Any, size: Pair, strides: Pair | None = None, padding: str = "valid") -> Any:
-    """Return the mean of each window, without the padding.
+    """Return the mean of each window; padding does not count.
 
     >>> average_pool2d(np.arange(16.0).reshape(1, 4, 4, 1), (2, 2)).ravel()
     array([ 2.5,  4.5, 10.5, 12.5])
@@ -477,7 +477,7 @@ def _sums_of_jax(images: Any, *, windows: Windows) -> Any:
 
 
 def _plain_max_pool(x: Any, *, windows: Windows) -> Any:
-    """Return the elements that are the first largest ones of their windows, by their index."""
+    """Return the first largest element of each window, by its index."""
     values = untrack(x)
     xp = array_namespace(values)
     numbers = xp.arange(x.size).reshape(x.shape)
@@ -506,7 +506,7 @@ def _max_pool(x: Any, *, windows: Windows) -> Any:
     def vjp(g: Array) -> Array:
         change = (xp.empty if windows.tile else xp.zeros)(x.shape, g.dtype)
         count = max(1, len(x))
-        if isinstance(x, np.ndarray):  # What fits in the cache of a core.
+        if isinstance(x, np.ndarray):  # The number of images that fits the cache of a core.
             count = max(1, _POOLED_BYTES // max(1, x[:1].nbytes))
         for start in range(0, len(x), count):
             block = slice(start, start + count)
@@ -536,7 +536,7 @@ def _compiled_max_pool(x: Any, windows: Windows) -> tuple[Any, list[Any]]:
 
 
 def _max_pool_gradient(x: Array, y: Array, rest: Array, change: Array, windows: Windows) -> None:
-    """Add the gradient of some images, zero at first; `rest` is what no element has got yet."""
+    """Add the gradient of some images; `rest` is the part not yet passed to an element."""
     xp = array_namespace(x)
     hits, shares = xp.empty(y.shape, bool), xp.empty_like(rest)
     for offset in windows.offsets:

@@ -2,8 +2,8 @@
 
 The bias and the activation change the product in place, so a layer makes one array. Its gradient is
 computed once for all arguments of the layer. The products of attention read the heads where they
-are in the input, so nothing is transposed or copied; the probabilities are the only large array
-that is kept. A normalisation keeps the normalised array and few numbers. Narrow rows are joined,
+are in the input, so nothing is transposed or copied. Attention keeps only one large array, the
+probabilities. A normalisation keeps the normalised array and few numbers. Narrow rows are joined,
 because NumPy has a cost for each row.
 
 Sources: Ioffe and Szegedy, "Batch Normalization", 2015; Ba et al., "Layer Normalization", 2016;
@@ -88,7 +88,7 @@ def _largest_factor(number: int, limit: int) -> int:
 
 
 def in_place(activation: Callable[[Any], Any]) -> tuple[InPlace | None, Callable[[Any], Any]]:
-    """Return how an `Epilogue` applies an activation, and the function to call on its result."""
+    """Return the rule that an `Epilogue` applies in place, and the function to call afterwards."""
     for known, rule in IN_PLACE.items():  # A user's function may have no hash.
         if known is activation:
             return rule, linear
@@ -135,7 +135,7 @@ class Epilogue:
     def part(self, g: Array, rows: slice) -> Array:
         """Return some rows of `before`, from the first to the last in turn, without the others.
 
-        So what reads them finds them in the cache; the gradient of the bias is summed on the way.
+        So their reader finds them in the cache. This also sums the gradient of the bias.
         """
         last, before = self._known
         if last is g or not g.flags.c_contiguous:
@@ -197,7 +197,7 @@ class KernelRule:
 
 
 def dense(x: Any, kernel: Any, bias: Any, activation: Callable[[Any], Any]) -> Any:
-    """Return ``activation(x @ kernel + bias)``; those of `IN_PLACE` need no second array."""
+    """Return ``activation(x @ kernel + bias)``; activations of `IN_PLACE` need no second array."""
     rule, after = in_place(activation)
     return after(_dense(x, kernel, bias, rule=rule))
 
@@ -293,8 +293,8 @@ def attention(
         key: an array of shape ``(batch, keys, heads, d)``.
         value: an array of shape ``(batch, keys, heads, width)``.
         mask: booleans that broadcast to ``(batch, heads, queries, keys)``, True where a query
-            attends to a key; None for everywhere. A query without keys has zeros.
-        is_causal: whether a query attends to no later key.
+            attends to a key; None for everywhere. The result of a query without keys is zeros.
+        is_causal: whether queries ignore later keys.
         kept: factors of the probabilities for dropout, or None.
 
     >>> attention(np.zeros((1, 1, 1, 2)), np.zeros((1, 2, 1, 2)), np.eye(2).reshape(1, 2, 1, 2))
@@ -358,8 +358,8 @@ def batch_normalization(
 ) -> tuple[Any, Any, Any]:
     """Return an array normalised over all axes but the last, and its mean and variance.
 
-    With `total`, which adds up a vector over all replicas, they are those of all examples. A factor
-    `gamma` or a summand `beta` of None is left out.
+    `total` adds up a vector over all replicas; with it, the statistics are those of all examples. A
+    factor `gamma` or a summand `beta` of None is left out.
 
     >>> y, mean, variance = batch_normalization(np.array([[1.0], [3.0]]), None, None, epsilon=0.0)
     >>> y.ravel(), mean, variance
@@ -420,7 +420,7 @@ def _batch_normalized(x: Any, gamma: Any, beta: Any, *, epsilon: float, total: T
 def masked_normalization(
     x: Any, gamma: Any, beta: Any, *, mask: Any, epsilon: float, total: Total | None = None
 ) -> tuple[Any, Any, Any]:
-    """Return what `batch_normalization` does, with statistics of what a mask does not leave out.
+    """Return the result of `batch_normalization`, with statistics that leave out masked elements.
 
     The mask has the axes of `x` but the last.
     """

@@ -1,4 +1,4 @@
-"""Recurrent layers as one operation: a loop over time forward, and one back.
+"""Recurrent layers as one operation: a forward loop over time, and a backward loop.
 
 A time step computes one product of all weights with the input and the last output. The gates of all
 steps are kept for the way back. A `RecurrentStep` is the arithmetic of one step: `plain` in NumPy's
@@ -28,7 +28,7 @@ from ndistribute.models.operations.images import differentiated
 from ndistribute.models.operations.rows import in_place, operands, wide
 
 Order = tuple[tuple[int | None, int | None], ...]
-# What the gradients of some steps may take: half of the cache of a core.
+# The size limit of the gradients of some steps: half of the cache of a core.
 _CHANGE_BYTES = 1 << 20
 _LINEAR = InPlace(lambda y: None, lambda g, y, out=None: np.positive(g, out=out), lambda x: x)
 
@@ -61,7 +61,8 @@ class RecurrentStep:
     def backward(self, run: RecurrentRun, t: int, d: Array, dh: Array, dc: Array) -> Any:
         """Write the gradient of the product, from those of the output and of the cell's state.
 
-        Returns what else the gradient of the last output has; that of the cell changes in place.
+        Returns the other part of the last output's gradient. The gradient of the cell changes in
+        place.
         """
         run.act.before(dh, run.gates[t], out=d)
         return None
@@ -304,7 +305,7 @@ def _scan_of_jax(box: Any, step: RecurrentStep, mask: Any, x: Any, *weights: Any
 
 
 def recurrent(*arguments: Any, step: RecurrentStep, mask: Any) -> list[Any]:
-    """Return the output of each time step, and the last state but the output.
+    """Return the output of each time step, and the last states other than the output.
 
     Args:
         arguments: an array of shape ``(batch, time, features)``; the weights of the features, with
