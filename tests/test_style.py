@@ -26,7 +26,7 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 BUDGETS = {
     "autodiff": 2842,
     "cluster": 663,
-    "collective": 4654,
+    "collective": 4655,
     "compat": 3931,
     "coordinator": 916,
     "data": 2779,
@@ -44,7 +44,7 @@ BUDGETS = {
     "variables": 1153,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 43146
+TESTS_BUDGET = 43167
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -323,7 +323,8 @@ class Meetings:
             for kind in _RAISED:
                 if isinstance(reply, Redirection) and reply.kind == kind.__name__:
                     raise kind(reply.why)
-            if isinstance(reply, Redirection) and reply.kind == _GONE:
+            is_gone = isinstance(reply, Redirection) and reply.kind == _GONE
+            if is_gone and member.instance:  # Another one may come to the first address.
                 self._lose(member.instance)
             elif reply is not None:
                 return reply

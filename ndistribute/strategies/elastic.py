@@ -126,7 +126,7 @@ class ElasticSession:
         Raises:
             NotAMember: this worker has not joined it, and knows nothing of its results.
         """
-        never, error = self.is_newcomer, sys.exception()
+        never, error = self.is_newcomer and not self._is_closed, sys.exception()
         self.close()
         if never and error is None:
             raise NotAMember(

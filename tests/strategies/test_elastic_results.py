@@ -58,6 +58,10 @@ def test_only_those_who_lack_the_sums_add_up_what_they_have_counted():
     assert outcome_of([new, new]).uncounted
     mixed = outcome_of([new, old])
     assert (mixed.uncounted, mixed.source) == (False, 1)
+    behind = WorkerReport(2, prepared=True)  # Its group of the change before did not form.
+    assert outcome_of([behind, new]).uncounted
+    mixed = outcome_of([behind, new, old])
+    assert (mixed.uncounted, mixed.source) == (False, 2)
 
 
 @pytest.fixture
