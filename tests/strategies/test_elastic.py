@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 
 import numpy as np
 import pytest
@@ -69,6 +70,12 @@ def test_a_newcomer_that_hands_over_says_nothing_more_at_its_end(alone):
     alone.session.is_newcomer = True
     with pytest.raises(SystemExit):
         signal.raise_signal(signal.SIGTERM)
+    alone.close()
+
+
+def test_a_newcomer_that_failed_says_nothing_more_at_its_end(alone, monkeypatch):
+    alone.session.is_newcomer = True
+    monkeypatch.setattr(sys, "last_value", KeyError("user"), raising=False)
     alone.close()
 
 
