@@ -139,9 +139,7 @@ class Meetings:
         """Set what `look` returns to others, and whether newcomers may join in this loop."""
         with self._changed:
             self._loop, self._admits = loop, admits
-            for name, arrival in list(self._meeting.arrivals.items()):
-                if arrival.report.newcomer and arrival.report.loop < loop:
-                    self._send(name, Redirection(_ELSEWHERE))
+            self._answer_waiting()
 
     @property
     def newcomers_wait(self) -> bool:
@@ -223,9 +221,7 @@ class Meetings:
             self._formed.set()
             self.roster = self._established = plan.roster
             self._accepted = ()
-            for name, arrival in list(self._meeting.arrivals.items()):
-                if (reply := self._answer_to(arrival)) is not None:
-                    self._send(name, reply)
+            self._answer_waiting()
 
     def check(self, plan: RosterPlan) -> None:
         """Raise WorkerLostError if a member of a plan has ended before its group has formed."""
@@ -303,7 +299,8 @@ class Meetings:
             return Redirection(_GONE)
         if arrival.report.newcomer and not arrival.rosters:
             here = self._status().address == self.member.address
-            waits = here and arrival.report.loop >= self._loop
+            # After a loop its newcomers wait on, to hear whether another one follows, or the end.
+            waits = here and arrival.report.loop >= self._loop - (not self._admits)
             return None if waits else Redirection(_ELSEWHERE)
         newest = max((each.number for each in arrival.rosters), default=0)
         rosters, name = self._rosters, arrival.member.instance
@@ -311,6 +308,11 @@ class Meetings:
         if rosters and newest <= rosters[-1].number and not is_known:
             return _outside(arrival)
         return Redirection(_ELSEWHERE) if self._host else None
+
+    def _answer_waiting(self) -> None:
+        for name, arrival in list(self._meeting.arrivals.items()):
+            if (reply := self._answer_to(arrival)) is not None:
+                self._send(name, reply)
 
     def _go_to_lower_ranks(
         self, arrival: Arrival, deadline: float
@@ -323,7 +325,7 @@ class Meetings:
             for kind in _RAISED:
                 if isinstance(reply, Redirection) and reply.kind == kind.__name__:
                     raise kind(reply.why)
-            if isinstance(reply, Redirection) and reply.kind == _GONE:
+            if isinstance(reply, Redirection) and reply.kind == _GONE and member.instance:
                 self._lose(member.instance)
             elif reply is not None:
                 return reply
@@ -332,7 +334,7 @@ class Meetings:
     def _below(self, arrival: Arrival) -> list[Member]:
         """Return the members that coordinate rather than this process, the first one first."""
         if not arrival.rosters:
-            return [Member("", "", self._addresses[0])] if self._index else []
+            return [Member("", "", self._addresses[0])] if self._index else []  # Whoever it is.
         order = {each.instance: each for roster in arrival.rosters for each in roster.members}
         return list(order.values())[: list(order).index(self.member.instance)]
 

@@ -378,19 +378,6 @@ class Sequential(Model):
         starts = [value.call.function for value in self._values[:1]]
         return {"layers": [*starts, *self.layers], "name": self.name}
 
-    def nodes(self) -> Iterator[tuple[str, str, Sequence[str], str]]:
-        """Yield for each layer its name, its class, the names of its sources, and "", for a graph.
-
-        Only functional models and `Sequential` know the sources of a layer before they are called.
-        """
-        if self._graph is not None:
-            yield from self._graph.nodes()
-            return
-        before: list[str] = []
-        for layer in self._parts():
-            yield layer.name, type(layer).__name__, before, ""
-            before = [layer.name] if isinstance(self, Sequential) else []
-
     def _parts(self) -> list[Layer]:
         return self.layers
 

@@ -65,8 +65,9 @@ class GradientAccumulation(_Wrapper):
     """An optimizer that makes one step, with one all-reduce, for several batches.
 
     Each replica adds up its own gradients. Every n-th call of `apply_gradients` passes the mean
-    over these calls to the inner optimizer. In an elastic job, each call has an all-reduce, so that
-    no gradient is lost with its worker.
+    over these calls to the inner optimizer. A variable without a gradient in that call keeps its
+    sum. In an elastic job, each call has an all-reduce, so that no gradient is lost with its
+    worker.
 
     Args:
         inner: the optimizer that makes the steps.
@@ -150,8 +151,9 @@ class GradientAccumulation(_Wrapper):
             for gradient, variable in pairs
         ]
         self.inner.apply_gradients(means, skip_gradients_aggregation)
-        for _, variable in pairs:
-            self._sums[variable].assign(np.zeros(variable.shape, variable.dtype))
+        for gradient, variable in pairs:
+            if gradient is not None:
+                self._sums[variable].assign(np.zeros(variable.shape, variable.dtype))
 
     def _apply_elastic(
         self, pairs: Sequence[tuple[Any, Variable]], replica: Any, is_due: bool, is_summed: bool

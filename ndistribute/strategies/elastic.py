@@ -126,7 +126,8 @@ class ElasticSession:
         Raises:
             NotAMember: this worker has not joined it, and knows nothing of its results.
         """
-        never, error = self.is_newcomer, sys.exception()
+        never = self.is_newcomer and not self._is_closed
+        error = sys.exception() or getattr(sys, "last_value", None)  # As the process ends.
         self.close()
         if never and error is None:
             raise NotAMember(

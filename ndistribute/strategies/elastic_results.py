@@ -55,9 +55,9 @@ def outcome_of(reports: Sequence[WorkerReport]) -> UnitOutcome:
     ahead = [k for k in present if reports[k].unit == last]
     newcomers = [report.newcomer for report in reports]
     if len(ahead) < len(present):
-        return UnitOutcome(
-            [k in present and k not in ahead for k in range(len(reports))], ahead[0], newcomers
-        )
+        commits = [k in present and k not in ahead for k in range(len(reports))]
+        counted = [k for k in ahead if not reports[k].uncounted]
+        return UnitOutcome(commits, (counted or ahead)[0], newcomers, uncounted=not counted)
     whole = [k for k in present if reports[k].clean or reports[k].kept]
     if whole:
         lacks = [k not in whole for k in range(len(reports))]

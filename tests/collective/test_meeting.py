@@ -267,6 +267,19 @@ def test_nobody_waits_for_a_worker_that_leaves():
         assert tasks(made.form(1, 2)) == [1, 2]
 
 
+def test_a_worker_comes_again_to_the_first_address_when_another_process_has_it():
+    with workers(3, 2) as made:
+        made.start(0, 1)
+        made.ranks.start(job.meet, ranks=[1])
+        assert made.ranks.run(job.gathered, 1, ranks=[0])[0].result() == 1
+        results(made.ranks.run(job.leave, ranks=[0]))
+        made.kill(0)
+        made.start(0)
+        plans = results(made.ranks.run(job.meet, ranks=[2]))
+        assert tasks([*plans, *results(made.ranks.collect(ranks=[1]))]) == [0, 1]
+        made.establish(2, 1)
+
+
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_stopped_worker_is_left_out_and_learns_it(victim: int):
     others = [rank for rank in range(3) if rank != victim]

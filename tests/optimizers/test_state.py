@@ -148,3 +148,11 @@ def test_a_slot_is_not_made_by_each_replica() -> None:
             strategy.run(lambda: variable.create_slot("m"))
         slot = strategy.run(lambda: context().merge_call(lambda _: variable.create_slot("m")))
         assert slot.shape == (2,)
+
+
+def test_a_sum_of_gradients_is_kept_for_a_step_in_which_its_variable_has_a_gradient():
+    w, other = nd.Variable([0.0]), nd.Variable([0.0])
+    optimizer = nd.optimizers.GradientAccumulation(SGD(1.0), 2)
+    for gradient in ([1.0], None, [2.0], [3.0]):
+        optimizer.apply_gradients([(gradient, w), ([1.0], other)])
+    assert (w.numpy().tolist(), other.numpy().tolist()) == ([-3.0], [-2.0])

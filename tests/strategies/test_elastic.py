@@ -1,6 +1,8 @@
 """Elastic strategies of one process: what they refuse, and what becomes of a unit and input."""
 
 import json
+import signal
+import sys
 
 import numpy as np
 import pytest
@@ -62,6 +64,19 @@ def test_other_limits_than_elastic_are_refused():
 def test_a_shard_is_refused_by_name(alone):
     with alone.scope(), pytest.raises(ValueError, match=r"'table'.*lost with its worker"):
         sharded_variable(np.zeros((4, 2)), axis=0, name="table")
+
+
+def test_a_newcomer_that_hands_over_says_nothing_more_at_its_end(alone):
+    alone.session.is_newcomer = True
+    with pytest.raises(SystemExit):
+        signal.raise_signal(signal.SIGTERM)
+    alone.close()
+
+
+def test_a_newcomer_that_failed_says_nothing_more_at_its_end(alone, monkeypatch):
+    alone.session.is_newcomer = True
+    monkeypatch.setattr(sys, "last_value", KeyError("user"), raising=False)
+    alone.close()
 
 
 def test_input_that_cannot_go_back_is_refused_at_the_start(alone):

@@ -28,7 +28,7 @@ def test_results_from_before_a_loss_are_refused_where_a_part_must_not_be_missing
         *remain, _ = ranks.run(elastic_scenes.use_results_later, how)
     for each in remain:
         assert each.error == "WorkerLostError"
-        assert "made before the workers changed (membership 2: lost worker:2" in each.text
+        assert "made before the workers changed (membership " in each.text
         assert "in the step that makes them" in each.text
 
 
@@ -58,6 +58,10 @@ def test_only_those_who_lack_the_sums_add_up_what_they_have_counted():
     assert outcome_of([new, new]).uncounted
     mixed = outcome_of([new, old])
     assert (mixed.uncounted, mixed.source) == (False, 1)
+    behind = WorkerReport(2, prepared=True)  # Its group of the change before did not form.
+    assert outcome_of([behind, new]).uncounted
+    mixed = outcome_of([behind, new, old])
+    assert (mixed.uncounted, mixed.source) == (False, 2)
 
 
 @pytest.fixture
@@ -92,12 +96,8 @@ def test_a_newcomer_that_ends_before_it_has_joined_says_so(late):
 def test_a_newcomer_whose_job_ends_meanwhile_ends_as_one_that_hands_over(late, capfd):
     first, _, newcomer = late("waits")
     assert first.result()[1] == 972.0
-    if newcomer.error == "SystemExit":
-        assert newcomer.text == str(128 + signal.SIGTERM)
-        assert "the job ended before worker:2 could join it. It has no" in capfd.readouterr().err
-    else:  # It has not heard of the end of the last loop.
-        assert newcomer.error == "WorkerLostError"
-        assert "answers any more" in newcomer.text
+    assert (newcomer.error, newcomer.text) == ("SystemExit", str(128 + signal.SIGTERM))
+    assert "the job ended before worker:2 could join it. It has no" in capfd.readouterr().err
 
 
 def test_values_that_others_have_not_read_are_no_zeros():
