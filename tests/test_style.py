@@ -38,7 +38,7 @@ BUDGETS = {
     "models": 7388,
     "optimizers": 1047,
     "parameter_server": 2190,
-    "strategies": 2373,
+    "strategies": 2371,
     "task": 303,
     "top level": 3363,
     "transport": 2022,

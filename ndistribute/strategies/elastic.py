@@ -233,9 +233,7 @@ class ElasticSession:
                 self._change(False)
             except LoopOver as error:
                 level = logging.DEBUG if self.loop > 1 else logging.WARNING
-                text = (
-                    "loop %d ended before this worker came: it is skipped, as later ones that ended"
-                )
+                text = "loop %d ended before this worker joined, so the worker skips it"
                 _log.log(level, text, self.loop)
                 self._results.replay(self.loop, error.results)
                 if self.take is not None:
