@@ -286,7 +286,7 @@ def _trace(options: argparse.Namespace) -> int:
     from ndistribute.trace_report import merge, report
 
     if not options.directory.is_dir():
-        raise ValueError(f"{options.directory} is not a directory: pass that of NDISTRIBUTE_TRACE.")
+        raise ValueError(f"{options.directory} is not a directory: pass NDISTRIBUTE_TRACE's.")
     done = merge(options.directory) if options.what == "merge" else report(options.directory)
     sys.stdout.write(f"{done}\n")
     return 0
@@ -296,7 +296,7 @@ def _dashboard(options: argparse.Namespace) -> int:
     from ndistribute.launcher.dashboard import serve
 
     if not options.directory.is_dir():
-        raise ValueError(f"{options.directory} is not a directory: pass that of the job.")
+        raise ValueError(f"{options.directory} is not a directory: pass the job's --log-dir.")
     with serve(options.directory) as server, contextlib.suppress(KeyboardInterrupt):
         sys.stdout.write(f"{server.address}\nCtrl-C ends it.\n")
         sys.stdout.flush()

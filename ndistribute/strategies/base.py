@@ -579,7 +579,7 @@ def _warn_if_alone(what: str) -> None:
         job = resolve()
         if job is not None and job.worker_index is not None and job.num_workers > 1:
             logging.getLogger("ndistribute").warning(
-                "%s uses this process alone, but it is worker %d of a job of %d, which train "
-                "unrelated models. To train one together, use MultiWorkerMirroredStrategy().",
+                "%s uses this process alone, but it is worker %d of a job of %d. Each "
+                "trains a separate model. To train one model, use MultiWorkerMirroredStrategy().",
                 *(what, job.worker_index, job.num_workers),
             )
