@@ -29,23 +29,23 @@ BUDGETS = {
     "collective": 4654,
     "compat": 4010,
     "coordinator": 916,
-    "data": 2914,
+    "data": 2916,
     "estimator": 1470,
     "graph": 4703,
-    "interop": 636,
+    "interop": 692,
     "jit": 1652,
     "launcher": 1827,
     "models": 7349,
     "optimizers": 1025,
     "parameter_server": 2143,
-    "strategies": 2250,
+    "strategies": 2251,
     "task": 303,
-    "top level": 3174,
+    "top level": 3175,
     "transport": 2014,
     "variables": 1146,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 43712
+TESTS_BUDGET = 43899
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

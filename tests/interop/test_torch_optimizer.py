@@ -314,6 +314,18 @@ def test_all_replicas_get_the_state_of_the_first_one():
         )
 
 
+def test_buffers_that_are_not_saved_are_shared_too():
+    numbers = iter([1.0, 2.0])
+
+    def make():
+        model = torch.nn.Linear(1, 1)
+        model.register_buffer("scale", torch.full((1,), next(numbers)), persistent=False)
+        return model
+
+    with mirrored(2) as strategy, strategy.scope():
+        assert [model.scale.item() for model in guest.replicate(make).values] == [1.0, 1.0]
+
+
 def test_a_replica_broadcasts_its_state():
     with mirrored(2) as strategy, strategy.scope():
         models, optimizers = guest.replicate(pair("adam"))
