@@ -86,8 +86,6 @@ def _copied(leaf: Any) -> Any:
 def array_of(tensor: Any) -> np.ndarray[Any, Any]:
     """Return a tensor as an array of the same memory; it must be in host memory."""
     if tensor.device.type != "cpu":
-        raise TypeError(
-            f"a tensor on {tensor.device} was passed, and only those in host memory are taken: "
-            "move the module with .cpu(), or use CuPy's arrays for GPUs."
-        )
+        what = f"a tensor on {tensor.device} was passed, and only those in host memory are taken"
+        raise TypeError(f"{what}: move the module with .cpu(), or use CuPy's arrays for GPUs.")
     return guest_tensors.array_of(tensor)  # type: ignore[no-any-return]

@@ -408,10 +408,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name.
 def _check_names(optimizer: Any, named: list[Any]) -> None:
     """Raise an error if the parameters of an optimizer have no names of their own."""
     if not all(isinstance(pair, tuple) for pair in named):
-        raise ValueError(
-            "named_parameters should be a sequence of tuples (name, parameter), usually "
-            "model.named_parameters()."
-        )
+        what = "a sequence of tuples (name, parameter), usually model.named_parameters()."
+        raise ValueError(f"named_parameters should be {what}")
     names, known = [name for name, _ in named], {id(parameter) for _, parameter in named}
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"named_parameters: names must be unique, {', '.join(twice)} is not.")

@@ -99,7 +99,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name.
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (_DistributedMethods, kind), {})
     optimizer.reduction = reduction = _Reduction(optimizer, op, backward_passes_per_step)
-    optimizer.register_step_pre_hook(lambda optimizer, *_: optimizer.reduction.before_step())
+    optimizer.register_step_pre_hook(
+        lambda optimizer, *call: optimizer.reduction.before_step(*call)
+    )
     optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.reduction.after_step())
     for group in optimizer.param_groups:
         reduction.watch(group["params"])
@@ -235,8 +237,8 @@ class _Reduction:
             parameter.grad = tensor_of(value).to(parameter.dtype)
             parameter.grad.is_reduced = True
 
-    def before_step(self) -> None:
-        """Reduce what is not reduced; check that servers know the parameters."""
+    def before_step(self, args: Any = (), kwargs: Any = None) -> Any:
+        """Reduce what is not reduced; check servers; return the arguments of LBFGS's step."""
         if self.is_due:
             self.reduce()
         if self.served:
@@ -244,6 +246,17 @@ class _Reduction:
             if any(a is None or ((a != b) & ~a.isnan()).any() for a, b in pairs):
                 what = "parameters on servers were changed or added outside of the optimizer's step"
                 raise RuntimeError(f"{what}: call broadcast(module, optimizer) again.")
+        if args and isinstance(args[0], torch.optim.LBFGS) and self.size() > 1:
+            closure = args[1] if len(args) > 1 else kwargs["closure"]
+            return (args[0], lambda: self._agreed(torch.as_tensor(closure()))), {}
+        return None
+
+    def _agreed(self, loss: Any) -> Any:
+        """Return a loss reduced over all replicas, which decide by it, unless they agree."""
+        sent = array_of(loss.detach()).reshape(1)
+        losses = in_replica(lambda each: each.communicator.all_gather(sent, 0), self._strategy)
+        equal = self.op is ReduceOp.MEAN or (losses == losses[0]).all()
+        return loss.new_tensor(losses.mean() if equal else losses.sum())
 
     def after_step(self) -> None:
         """Add what a step changed to the parameters on servers, and get their values."""
@@ -274,10 +287,8 @@ def _checked_gradient(name: str, parameter: Any) -> Any:
     if gradient is not None and gradient.layout is not torch.strided:
         raise NotImplementedError(f"{what} has a sparse gradient: make the layer dense.")
     if gradient is not None and gradient.requires_grad:
-        raise NotImplementedError(
-            f"{what} has a gradient with a graph: leave create_graph out of backward(), and use "
-            "torch.autograd.grad(..., create_graph=True) for inner derivatives."
-        )
+        instead = "use torch.autograd.grad(..., create_graph=True) for inner derivatives."
+        raise NotImplementedError(f"{what} has a gradient with a graph: {instead}")
     return gradient
 
 
@@ -352,10 +363,8 @@ def broadcast(module: Any = None, optimizer: Any = None, root: int = 0) -> None:
     strategy, things = _strategy_of(None), [x for x in (module, optimizer) if x is not None]
     parts = strategy.local_results(things)
     if len(parts) != len(strategy.devices):
-        raise ValueError(
-            f"broadcast: this process has {len(strategy.devices)} replicas, which need a module "
-            "each: make them with replicate, and pass what it returns."
-        )
+        count = f"broadcast: this process has {len(strategy.devices)} replicas"
+        raise ValueError(f"{count}, which need a module each: make them with replicate.")
     _share_out(strategy, parts, root)
 
 
@@ -556,10 +565,8 @@ def in_replica(call: Callable[[ReplicaContext], Any], made_in: Any = None) -> An
         return call(frame.replica)
     strategy = _strategy_of(made_in)
     if (count := len(strategy.devices)) > 1:
-        raise RuntimeError(
-            f"tensors were reduced outside of replicas, and this process has {count} of "
-            f"{strategy!r}: call backward() in the function that strategy.run executes."
-        )
+        what = f"outside of replicas, and this process has {count} of {strategy!r}"
+        raise RuntimeError(f"tensors were reduced {what}: call backward() in the function of run.")
     results: list[Any] = []  # `run` would convert them.
     strategy.run(lambda: results.append(call(get_replica_context())))  # type: ignore[arg-type]
     return results[-1]
@@ -573,8 +580,6 @@ def _strategy_of(made_in: Any) -> Any:
     others = strategies_of_several() if strategy.is_default else []
     for other in others:
         if not other._refusal:  # It is open.
-            raise RuntimeError(
-                f"this is outside the scope of {other!r}, so tensors would not be reduced: make "
-                "the optimizer in `with strategy.scope():`, or train in what strategy.run executes."
-            )
+            what = f"this is outside the scope of {other!r}, so tensors would not be reduced"
+            raise RuntimeError(f"{what}: make the optimizer in its scope, or train in its run.")
     return strategy
