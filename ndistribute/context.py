@@ -72,6 +72,7 @@ class Frame:
     replica: ReplicaContext | None  # None in a cross-replica context.
     recorder: Any = None  # The graph of the tape that records in this frame, see `autodiff`.
     merging: bool = False  # Whether replicas wait for this frame, as in a `merge_call`.
+    args: Any = ()  # What was passed to `run`, for all replicas of this process.
 
 
 class _State(threading.local):

@@ -29,23 +29,23 @@ BUDGETS = {
     "collective": 4654,
     "compat": 3931,
     "coordinator": 916,
-    "data": 2914,
+    "data": 2916,
     "estimator": 1470,
     "graph": 4703,
-    "interop": 1048,
+    "interop": 1103,
     "jit": 1652,
     "launcher": 2163,
     "models": 7388,
     "optimizers": 1047,
     "parameter_server": 2190,
-    "strategies": 2371,
+    "strategies": 2372,
     "task": 303,
-    "top level": 3363,
+    "top level": 3364,
     "transport": 2022,
     "variables": 1153,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 45182
+TESTS_BUDGET = 45371
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -29,6 +29,8 @@ def obstacle(loader: Any) -> str:
     """Return why the order of a loader cannot be restored, and what to do; empty: it can be."""
     if not is_torch_loader(loader):
         return "it has no state_dict and load_state_dict, or is only a part of the dataset"
+    if getattr(loader, "persistent_workers", False):
+        return "its workers keep random numbers from epoch to epoch: pass persistent_workers=False"
     for sampler in _samplers_of(loader):
         kind, known = type(sampler), type(sampler).__module__.startswith("torch.utils.data")
         if kind.__name__ == "_InfiniteConstantSampler":

@@ -21,6 +21,7 @@ from ndistribute.data import Dataset
 from ndistribute.data.sources import has_state
 from ndistribute.guest_tensors import tensor_of
 from ndistribute.interop import torch as guest
+from ndistribute.interop.guest_states import array_of, mapped
 from ndistribute.strategies.local import MultiWorkerMirroredStrategy
 
 torch: Any = vars(guest)["torch"]  # Which that file alone imports.
@@ -280,7 +281,7 @@ def _root(rank: int) -> int:
 
 def _sent(tensors: list[Any], root: int) -> list[Any]:
     """Return the tensors of one process."""
-    arrays, root = [guest.array_of(tensor) for tensor in tensors], _root(root)
+    arrays, root = [array_of(tensor) for tensor in tensors], _root(root)
     values = guest.in_replica(lambda replica: replica.communicator.broadcast(arrays, root))
     return list(map(tensor_of, values))
 
@@ -325,20 +326,12 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     [{'epoch': 3}]
     >>> shutdown()
     """
-    sent = _mapped(obj, lambda x: _Sent(guest.array_of(x)) if torch.is_tensor(x) else x)
+    sent = mapped(obj, lambda x: _Sent(array_of(x)) if torch.is_tensor(x) else x)
     objects = guest.in_replica(lambda replica: all_gather_object(replica.communicator, sent))
-    received: list[Any] = _mapped(
+    received: list[Any] = mapped(
         objects, lambda x: tensor_of(x.array) if isinstance(x, _Sent) else x
     )
     return received
-
-
-def _mapped(nest: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(nest, dict):  # A `state_dict` is a class of dict that is only known here.
-        return {key: _mapped(value, change) for key, value in nest.items()}
-    if type(nest) in (list, tuple):
-        return type(nest)(_mapped(value, change) for value in nest)
-    return change(nest)
 
 
 def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
@@ -415,10 +408,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name.
 def _check_names(optimizer: Any, named: list[Any]) -> None:
     """Raise an error if the parameters of an optimizer have no names of their own."""
     if not all(isinstance(pair, tuple) for pair in named):
-        raise ValueError(
-            "named_parameters should be a sequence of tuples (name, parameter), usually "
-            "model.named_parameters()."
-        )
+        what = "a sequence of tuples (name, parameter), usually model.named_parameters()."
+        raise ValueError(f"named_parameters should be {what}")
     names, known = [name for name, _ in named], {id(parameter) for _, parameter in named}
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"named_parameters: names must be unique, {', '.join(twice)} is not.")

@@ -11,13 +11,13 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
-from ndistribute import guest_tensors, tree
+from ndistribute import tree
 from ndistribute.collective.communicator import CommunicationOptions
 from ndistribute.collective.objects import all_gather_object
 from ndistribute.collective.reduce_op import ReduceOp
@@ -32,6 +32,7 @@ from ndistribute.context import (
 from ndistribute.devices import as_array
 from ndistribute.errors import CollectiveMismatchError, MissingDependencyError
 from ndistribute.guest_tensors import tensor_of
+from ndistribute.interop.guest_states import HeldStates, array_of, load_plain_state, plain_state
 from ndistribute.optimizers import SGD
 from ndistribute.strategies.parameter_server import ParameterServerStrategy
 from ndistribute.values import DistributedValues, PerReplica
@@ -45,14 +46,14 @@ except ImportError as error:
     ) from error
 
 _LINEAR = ReduceOp.SUM, ReduceOp.MEAN
-
 _numbers = itertools.count()  # Of optimizers, in the order in which they were made.
 
 
-# For each backward pass that runs, by its number: the optimizers whose gradients it has computed.
-_passes: dict[int, dict[int, weakref.ref[_Reduction]]] = {}
+# For each backward pass that runs, by its number: the optimizers whose gradients it has computed,
+# and the parameters whose gradients are summed already.
+_passes: dict[int, tuple[dict[int, weakref.ref[_Reduction]], set[int]]] = {}
 # What elastic workers keep for modules, optimizers and schedulers that are in use.
-_held = weakref.WeakKeyDictionary[Any, "_States"]()
+_held = weakref.WeakKeyDictionary[Any, HeldStates]()
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name.
@@ -63,7 +64,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name.
     They are reduced at the end of each backward pass, with one all-reduce. A parameter without a
     gradient on a replica counts as zeros there; without one on any, it stays None. Schedulers,
     parameter groups and `state_dict` stay as they are. ``synchronize()`` reduces the gradients of
-    fewer than `backward_passes_per_step` passes, as `step` does.
+    fewer than `backward_passes_per_step` passes, or that the program has set, as `step` does. If
+    replicas have parts of different sizes of a batch that `run` got, the mean is weighted by rows.
 
     Args:
         optimizer: an optimizer of PyTorch, of one replica.
@@ -97,7 +99,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name.
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (_DistributedMethods, kind), {})
     optimizer.reduction = reduction = _Reduction(optimizer, op, backward_passes_per_step)
-    optimizer.register_step_pre_hook(lambda optimizer, *_: optimizer.reduction.before_step())
+    optimizer.register_step_pre_hook(
+        lambda optimizer, *call: optimizer.reduction.before_step(*call)
+    )
     optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.reduction.after_step())
     for group in optimizer.param_groups:
         reduction.watch(group["params"])
@@ -111,8 +115,7 @@ class _DistributedMethods:
 
     def synchronize(self) -> None:
         """Reduce the gradients of passes since the last reduction, if there are any."""
-        if self.reduction.passes:
-            self.reduction.reduce()
+        self.reduction.before_step()
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
         """Change nothing in a block: `step` does not reduce gradients a second time."""
@@ -121,7 +124,7 @@ class _DistributedMethods:
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Reset the gradients, and the number of passes that are not reduced yet."""
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
-        self.reduction.passes = 0
+        self.reduction.passes = []
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, whose gradients are reduced too."""
@@ -137,12 +140,14 @@ class _Reduction:
 
     def __init__(self, optimizer: Any, op: ReduceOp, every: int) -> None:
         self.number, self._strategy = next(_numbers), get_strategy()
-        self.passes = 0  # Since the last reduction.
+        # For each pass since the last reduction, the lengths of the arrays of this replica's batch.
+        self.passes: list[list[int]] = []
+        self.added: dict[int, Any] = {}  # The latest gradients to be summed, by parameter.
         self.sent_as: Any = None  # The dtype in which gradients are sent; None: their own.
         self.served: list[Variable] = []  # The parameters on servers,
         self.server: Any = None  # and what subtracts there what a step subtracts here.
-        self._before: list[Any] = []  # Their values before the step.
-        self._op, self._every = op, every
+        self._pulled: list[Any] = []  # Their last values from there.
+        self.op, self._every = op, every
         # No cycle: hooks of a dropped optimizer must end at the same time on all replicas.
         self._optimizer = weakref.ref(optimizer)
 
@@ -163,17 +168,29 @@ class _Reduction:
                 continue  # It never has a gradient.
             trained = parameter.requires_grad
             parameter.requires_grad_(True)  # Else it takes no hooks, and may be trained later.
-            note = functools.partial(_note, weakref.ref(self))
-            parameter.register_post_accumulate_grad_hook(note)
-            if self._op is ReduceOp.SUM:
-                parameter.register_hook(functools.partial(_scaled, weakref.ref(self)))
+            parameter.register_post_accumulate_grad_hook(
+                functools.partial(_note, weakref.ref(self))
+            )
+            if self.op is ReduceOp.SUM:
+                parameter.register_hook(functools.partial(_kept, weakref.ref(self), id(parameter)))
             parameter.requires_grad_(trained)
 
     def end_pass(self) -> None:
         """Count a backward pass, and reduce if it is time."""
-        self.passes += 1
-        if self.passes == self._every:
+        self.passes.append(_lengths())
+        if len(self.passes) == self._every:
             self.reduce()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a gradient is not reduced, as after a pass, or if the program has set it."""
+        if self.passes or self.size() == 1:
+            return bool(self.passes)
+        each = (p.grad for p in self.parameters.values() if p.requires_grad)
+        due = not all(hasattr(gradient, "is_reduced") for gradient in each if gradient is not None)
+        if due and self.op is ReduceOp.SUM:
+            raise RuntimeError("op='sum': change gradients of backward() in place, set no others.")
+        return due
 
     def size(self) -> int:
         """Return the number of replicas whose gradients are reduced."""
@@ -186,41 +203,66 @@ class _Reduction:
 
     def reduce(self) -> None:
         """Set each gradient to its mean over all replicas."""
-        self.passes = 0
+        passes, self.passes = self.passes or [_lengths()], []
+        rows = sum(map(sum, passes))
+        is_mixed = len(passes[0]) > 1 or any(each != passes[0] for each in passes)
         trained = {name: each for name, each in self.parameters.items() if each.requires_grad}
         gradients = list(itertools.starmap(_checked_gradient, trained.items()))
         if self.size() == 1:
             return
-        flags = np.array([gradient is not None for gradient in gradients], np.float32)
         pairs = zip(trained.values(), gradients, strict=True)
         sent = [torch.zeros_like(p) if g is None else g for p, g in pairs]
         arrays = [array_of(g.to(self.sent_as) if self.sent_as else g) for g in sent]
+        flags = [gradient is not None for gradient in gradients]
 
         def reduced(replica: ReplicaContext) -> Any:
             try:
-                return replica.communicator.all_reduce(ReduceOp.MEAN, [flags, *arrays])
+                first = np.array([*flags, rows, rows**2, is_mixed], np.float64)
+                return replica.communicator.all_reduce(ReduceOp.MEAN, [first, *arrays])
             except CollectiveMismatchError as error:
                 names = ", ".join(f"{name} {list(each.shape)}" for name, each in trained.items())
                 error.add_note(f"flags, then the gradients of this replica's parameters: {names}")
                 raise
 
-        flags, *means = in_replica(reduced, self._strategy)
+        (*flags, mean, square, mixed), *means = in_replica(reduced, self._strategy)
+        # Of a short batch, parts differ; the rest is rounding.
+        if self.op is ReduceOp.MEAN and square - mean**2 > 1e-12 * square:
+            if mixed:
+                what = "the replicas' parts of a batch differ, as do its arrays or the passes"
+                raise ValueError(f"{what}: use op='sum', and divide by the global batch size.")
+            arrays = [x * x.dtype.type(rows / mean) if rows else np.zeros_like(x) for x in arrays]
+            _, *means = in_replica(reduced, self._strategy)
         pairs = zip(trained.values(), means, strict=True)
-        for parameter, mean in itertools.compress(pairs, flags):
-            parameter.grad = tensor_of(mean).to(parameter.dtype)
+        for parameter, value in itertools.compress(pairs, flags):
+            parameter.grad = tensor_of(value).to(parameter.dtype)
+            parameter.grad.is_reduced = True
 
-    def before_step(self) -> None:
-        """Reduce what is not reduced; remember parameters that are on servers."""
-        if self.passes:
+    def before_step(self, args: Any = (), kwargs: Any = None) -> Any:
+        """Reduce what is not reduced; check servers; return the arguments of LBFGS's step."""
+        if self.is_due:
             self.reduce()
         if self.served:
-            self._before = [each.detach().clone() for each in self.parameters.values()]
+            pairs = itertools.zip_longest(self._pulled, self.parameters.values())
+            if any(a is None or ((a != b) & ~a.isnan()).any() for a, b in pairs):
+                what = "parameters on servers were changed or added outside of the optimizer's step"
+                raise RuntimeError(f"{what}: call broadcast(module, optimizer) again.")
+        if args and isinstance(args[0], torch.optim.LBFGS) and self.size() > 1:
+            closure = args[1] if len(args) > 1 else kwargs["closure"]
+            return (args[0], lambda: self._agreed(torch.as_tensor(closure()))), {}
+        return None
+
+    def _agreed(self, loss: Any) -> Any:
+        """Return a loss reduced over all replicas, which decide by it, unless they agree."""
+        sent = array_of(loss.detach()).reshape(1)
+        losses = in_replica(lambda each: each.communicator.all_gather(sent, 0), self._strategy)
+        equal = self.op is ReduceOp.MEAN or (losses == losses[0]).all()
+        return loss.new_tensor(losses.mean() if equal else losses.sum())
 
     def after_step(self) -> None:
         """Add what a step changed to the parameters on servers, and get their values."""
         if self.served:
-            pairs = zip(self._before, self.parameters.values(), strict=True)
-            changes = [array_of(old - new) for old, new in pairs]
+            pairs = zip(self._pulled, self.parameters.values(), strict=True)
+            changes = [array_of(old - new.detach()) for old, new in pairs]
             self.server.apply_gradients(zip(changes, self.served, strict=True), True)
             self.pull()
 
@@ -228,6 +270,15 @@ class _Reduction:
         """Set parameters to their values on servers."""
         for parameter, variable in zip(self.parameters.values(), self.served, strict=True):
             parameter.detach().copy_(tensor_of(as_array(variable)))
+        self._pulled = [each.detach().clone() for each in self.parameters.values()]
+
+
+def _lengths() -> list[int]:
+    """Return the lengths of this replica's parts of the batch that was passed to `run`."""
+    frame: Any = current_frame()
+    parts = (leaf for leaf in tree.flatten(frame.args) if isinstance(leaf, PerReplica))
+    arrays = (part.values[frame.replica.local_replica_id] for part in parts)
+    return sorted({each.shape[0] for each in arrays if len(getattr(each, "shape", ()))})
 
 
 def _checked_gradient(name: str, parameter: Any) -> Any:
@@ -236,33 +287,36 @@ def _checked_gradient(name: str, parameter: Any) -> Any:
     if gradient is not None and gradient.layout is not torch.strided:
         raise NotImplementedError(f"{what} has a sparse gradient: make the layer dense.")
     if gradient is not None and gradient.requires_grad:
-        raise NotImplementedError(
-            f"{what} has a gradient with a graph: leave create_graph out of backward(), and use "
-            "torch.autograd.grad(..., create_graph=True) for inner derivatives."
-        )
+        instead = "use torch.autograd.grad(..., create_graph=True) for inner derivatives."
+        raise NotImplementedError(f"{what} has a gradient with a graph: {instead}")
     return gradient
 
 
-def _note(reduction: weakref.ref[_Reduction], _: Any) -> None:
+def _note(reduction: weakref.ref[_Reduction], parameter: Any) -> None:
     """Note that a backward pass has computed a gradient of an optimizer."""
     task: int = torch._C._current_graph_task_id()
     if (me := reduction()) is None:
         return
     if task not in _passes:
-        _passes[task] = {}
+        _passes[task] = {}, set()
         end = functools.partial(_end_pass, task)
         torch.autograd.Variable._execution_engine.queue_callback(end)
-    _passes[task][me.number] = reduction
+    reductions, summed = _passes[task]
+    reductions[me.number] = reduction
+    if me.op is ReduceOp.SUM and id(parameter) not in summed:  # Another optimizer may have it too.
+        summed.add(id(parameter))
+        parameter.grad.add_(me.added.pop(id(parameter)), alpha=me.size() - 1)
 
 
-def _scaled(reduction: weakref.ref[_Reduction], gradient: Any) -> Any:
-    """Return a gradient times the number of replicas, whose mean is then the sum."""
-    return gradient if (me := reduction()) is None else gradient * me.size()
+def _kept(reduction: weakref.ref[_Reduction], parameter: int, gradient: Any) -> None:
+    """Keep a gradient that is computed; only in a backward pass, it is then summed."""
+    if (me := reduction()) is not None:
+        me.added[parameter] = gradient.detach()
 
 
 def _end_pass(task: int) -> None:
     """Reduce the gradients of a backward pass, in the order in which optimizers were made."""
-    for _, reduction in sorted(_passes.pop(task).items()):
+    for _, reduction in sorted(_passes.pop(task)[0].items()):
         if (me := reduction()) is not None:
             me.end_pass()
 
@@ -309,17 +363,21 @@ def broadcast(module: Any = None, optimizer: Any = None, root: int = 0) -> None:
     strategy, things = _strategy_of(None), [x for x in (module, optimizer) if x is not None]
     parts = strategy.local_results(things)
     if len(parts) != len(strategy.devices):
-        raise ValueError(
-            f"broadcast: this process has {len(strategy.devices)} replicas, which need a module "
-            "each: make them with replicate, and pass what it returns."
-        )
+        count = f"broadcast: this process has {len(strategy.devices)} replicas"
+        raise ValueError(f"{count}, which need a module each: make them with replicate.")
     _share_out(strategy, parts, root)
 
 
 def _share_out(strategy: Any, parts: Sequence[Sequence[Any]], root: int) -> None:
     """Give all replicas the states of one; let elastic workers and servers have them."""
-    strategy.run(_share, args=(PerReplica(parts), root))
-    states = _States(parts)
+    trained = [
+        {id(p) for x in part if hasattr(x, "reduction") for p in x.reduction.parameters.values()}
+        for part in parts
+    ]
+    if len(set().union(*trained)) < sum(map(len, trained)):
+        raise ValueError("replicas train the same parameters: make a module for each, or copy it.")
+    strategy.run(_share, args=(DistributedValues(parts), root))
+    states = HeldStates(parts)
     _held.update(dict.fromkeys(itertools.chain(*parts), states))
     strategy.note_state(states)
     for column in zip(*parts, strict=True):  # The same thing on each replica.
@@ -347,57 +405,6 @@ def _share(things: Sequence[Any], root: int) -> None:
     states = all_gather_object(replica.communicator, mine)[root]
     for each, state in zip(things, states, strict=True) if me != root else ():
         load_plain_state(each, state)
-
-
-class _States:
-    """The states of what the replicas of this process have, for elastic workers."""
-
-    def __init__(self, parts: Sequence[Sequence[Any]]) -> None:
-        self._parts = [[weakref.ref(each) for each in part] for part in parts]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states of each replica; they differ in their gradients alone."""
-        return {
-            str(k): [None if (thing := each()) is None else plain_state(thing) for each in part]
-            for k, part in enumerate(self._parts)
-        }
-
-    def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Set the states of the replicas; those of another worker may be fewer."""
-        for k, part in enumerate(self._parts):
-            for each, state in zip(part, states.get(str(k), states["0"]), strict=True):
-                if (thing := each()) is not None and state is not None:
-                    load_plain_state(thing, state)
-
-
-def plain_state(thing: Any) -> Any:
-    """Return the state of a module, scheduler or optimizer (with parameters) of copied arrays."""
-    state = dict(thing.state_dict())
-    if isinstance(thing, _DistributedMethods):
-        tensors = [[each, each.grad] for each in thing.reduction.parameters.values()]
-        state = {"state": state, "passes": thing.reduction.passes, "tensors": tensors}
-    return tree.map_leaves(_copied, state)
-
-
-def load_plain_state(thing: Any, state: Any) -> None:
-    """Set the state of a module, optimizer or scheduler to one of `plain_state`."""
-    state = tree.map_leaves(_uncopied, state)
-    if isinstance(thing, _DistributedMethods):
-        parameters = thing.reduction.parameters.values()
-        for parameter, (value, gradient) in zip(parameters, state["tensors"], strict=True):
-            parameter.detach().copy_(value)
-            parameter.grad = gradient
-        thing.reduction.passes, state = state["passes"], state["state"]
-    thing.load_state_dict(state)
-
-
-def _copied(leaf: Any) -> Any:
-    leaf = leaf.item() if isinstance(leaf, np.generic) else leaf  # Tensors come back as such.
-    return array_of(leaf).copy() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _uncopied(leaf: Any) -> Any:
-    return tensor_of(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
 
 
 def takes(value: Any) -> bool:
@@ -529,6 +536,8 @@ class BatchNormOverReplicas(torch.nn.modules.batchnorm._BatchNorm):  # type: ign
         sent = wide.new_full((1, 1), rows), mean[None], variance[None]
         counts, means, variances = all_gather(sent)
         total, share = counts.sum(), counts / counts.sum()
+        if total == 1:
+            raise ValueError("batch normalisation over all replicas needs more than one value.")
         mean = (share * means).sum(0)
         variance = (share * (variances + (means - mean).square())).sum(0)
         if self.track_running_stats:
@@ -556,10 +565,8 @@ def in_replica(call: Callable[[ReplicaContext], Any], made_in: Any = None) -> An
         return call(frame.replica)
     strategy = _strategy_of(made_in)
     if (count := len(strategy.devices)) > 1:
-        raise RuntimeError(
-            f"tensors were reduced outside of replicas, and this process has {count} of "
-            f"{strategy!r}: call backward() in the function that strategy.run executes."
-        )
+        what = f"outside of replicas, and this process has {count} of {strategy!r}"
+        raise RuntimeError(f"tensors were reduced {what}: call backward() in the function of run.")
     results: list[Any] = []  # `run` would convert them.
     strategy.run(lambda: results.append(call(get_replica_context())))  # type: ignore[arg-type]
     return results[-1]
@@ -573,19 +580,6 @@ def _strategy_of(made_in: Any) -> Any:
     others = strategies_of_several() if strategy.is_default else []
     for other in others:
         if not other._refusal:  # It is open.
-            raise RuntimeError(
-                f"this is outside the scope of {other!r}, so tensors would not be reduced: make "
-                "the optimizer in `with strategy.scope():`, or train in what strategy.run executes."
-            )
+            what = f"this is outside the scope of {other!r}, so tensors would not be reduced"
+            raise RuntimeError(f"{what}: make the optimizer in its scope, or train in its run.")
     return strategy
-
-
-def array_of(tensor: Any) -> np.ndarray[Any, Any]:
-    """Return a tensor as an array of the same memory; it must be in host memory."""
-    if tensor.device.type != "cpu":
-        raise TypeError(
-            f"a tensor on {tensor.device} was passed, and only those in host memory are taken: "
-            "move the module with .cpu(), or use CuPy's arrays for GPUs."
-        )
-    array: np.ndarray[Any, Any] = guest_tensors.array_of(tensor)
-    return array

@@ -71,7 +71,7 @@ class Checkpoint:
         objects: by keyword, variables, layers, optimizers, metrics, other checkpoints, objects with
             `state_dict` and `load_state_dict`, such as iterators of datasets and PyTorch's modules
             and optimizers, PyTorch's generators, and lists and dicts of all but checkpoints. Of a
-            `PerReplica` of such objects the first one's state is saved, and all get it.
+            `DistributedValues` of such objects the first one's state is saved; all get it.
 
     Raises:
         TypeError: an object is none of these.

@@ -22,7 +22,7 @@ from ndistribute.models.metrics import Metric
 from ndistribute.optimizers import Optimizer
 from ndistribute.plain import Encoder
 from ndistribute.tree import leaves
-from ndistribute.values import PerReplica
+from ndistribute.values import DistributedValues
 from ndistribute.variables import Variable
 from ndistribute.variables.policy import fitted
 
@@ -43,7 +43,7 @@ def flat(prefix: str, nest: Any, saves: Sequence[str]) -> Iterator[tuple[str, An
             for part, held in parts.items():
                 if held:
                     yield from flat(part, held, saves)
-        elif isinstance(item, PerReplica):
+        elif isinstance(item, DistributedValues):  # Such as what `replicate` returned.
             for same in zip(*(flat(path, value, saves) for value in item.values), strict=True):
                 objects = [part for _, part in same]
                 yield same[0][0], OfReplicas(objects) if all(map(has_state, objects)) else item

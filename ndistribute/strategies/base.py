@@ -296,6 +296,7 @@ class Strategy:
 
         def step(rank: int) -> Any:
             own_args, own_named = calls[rank]
+            context.current_frame().args = args, named
             return untrack(fn(*own_args, **own_named))
 
         return tree.regroup(self._exclusively(lambda: self._run_on_all(step)), context.join_leaf)

@@ -1,5 +1,6 @@
 """PyTorch's loaders as input, and its modules and optimizers in checkpoints, resumed exactly."""
 
+import copy
 import json
 
 import numpy as np
@@ -9,8 +10,9 @@ import ndistribute as nd
 from tests.kinds import mirrored
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("ndistribute.interop.torch")
 from torch.utils import data as td  # noqa: E402 - After the check that it is there.
+
+from ndistribute.interop.torch import DistributedOptimizer, replicate  # noqa: E402
 
 
 class Rows(td.Dataset):
@@ -74,6 +76,12 @@ REFUSED = {
     "unknown order": (
         lambda: td.DataLoader(Rows(), 4, sampler=Halves()),
         "its Halves has no generator",
+    ),
+    "workers that persist": (
+        lambda: td.DataLoader(
+            Rows(), 4, shuffle=True, generator=seeded(), num_workers=1, persistent_workers=True
+        ),
+        "pass persistent_workers=False",
     ),
     "stream": (lambda: td.DataLoader(Stream(), batch_size=4), "iterable dataset"),
 }
@@ -246,3 +254,26 @@ def test_all_replicas_get_the_state_of_the_first(tmp_path):
     assert moments[0].data_ptr() != moments[1].data_ptr()
     with pytest.raises(TypeError, match="PerReplica, whose state is unknown"):
         nd.Checkpoint(replicas=nd.PerReplica([1, 2]))
+
+
+def test_what_replicate_returned_is_saved_and_set_on_all(tmp_path):
+    def make():
+        module, optimizer, _ = network(0)
+        DistributedOptimizer(optimizer)
+        return module, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4, 4])
+
+    def states():
+        return [[each.state_dict() for each in part.values] for part in replicas[:2]]
+
+    with mirrored(2) as strategy, strategy.scope():
+        replicas = replicate(make)
+        checkpoint = nd.Checkpoint(replicas=replicas)
+        strategy.run(train, args=replicas, kwargs={"steps": 3})
+        path, saved = checkpoint.save(tmp_path / "run"), copy.deepcopy(states())
+        strategy.run(train, args=replicas, kwargs={"steps": 3})
+        rates = [optimizer.param_groups[0]["lr"] for optimizer in replicas[1].values]
+        checkpoint.restore(path)
+        for (first, second), (wanted, _) in zip(states(), saved, strict=True):
+            assert str(first) == str(second) == str(wanted)
+        strategy.run(train, args=replicas, kwargs={"steps": 3})
+        assert [optimizer.param_groups[0]["lr"] for optimizer in replicas[1].values] == rates
