@@ -32,7 +32,7 @@ BUDGETS = {
     "data": 2916,
     "estimator": 1470,
     "graph": 4703,
-    "interop": 1103,
+    "interop": 1131,
     "jit": 1652,
     "launcher": 2163,
     "models": 7388,
@@ -45,7 +45,7 @@ BUDGETS = {
     "variables": 1153,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 45371
+TESTS_BUDGET = 45402
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -18,7 +18,7 @@ import numpy as np
 from ndistribute import optimizers, tree
 from ndistribute.autodiff import custom_gradient, untrack
 from ndistribute.autodiff.tracked import Tracked
-from ndistribute.context import current_frame, get_replica_context, get_strategy
+from ndistribute.context import current_frame, current_trace, get_replica_context, get_strategy
 from ndistribute.devices import as_array, to_host
 from ndistribute.dtypes import kind_of
 from ndistribute.errors import MissingDependencyError
@@ -32,6 +32,7 @@ from ndistribute.variables import Variable
 _UNCALLED = (
     "train_step test_step predict_step compute_loss compute_metrics get_metrics_result".split()
 )
+_EXCLUDED = "", "_pattern"
 _tracing = threading.Lock()  # Keras's code is not made to be traced by several threads at once.
 
 
@@ -135,15 +136,17 @@ class KerasModel(Model):
         rows, replicas = rows_of(inputs), 1 if replica is None else replica.num_replicas_in_sync
         batch = inputs if rows else tree.map_leaves(_one_example, inputs)
         parts = self.keras_model._flatten_layers()
-        key = training, *(part.trainable for part in parts), *(p.trainable for p in self._places)
+        trained = (each.trainable for each in [*parts, *self._places])
+        key = bool(training), not rows, *trained
         if key not in self._calls:
-            self._calls[key] = _operation(functools.partial(self._compute, bool(training)))
+            self._calls[key] = _operation(functools.partial(self._compute, *key[:2]))
         outputs, masks, added, penalties, written = self._calls[key](values, mix, batch)
         if not rows:
-            outputs = tree.map_leaves(lambda y: y[:0], outputs)
+            old = {k: as_array(values[int(k)]) for k in written}
+            written |= {k: value for k, value in old.items() if kind_of(value.dtype) == "f"}
         if added:
             share = replicas * rows / losses.global_count(rows) if training else 1.0
-            self.add_loss([each * share for each in added])
+            self.add_loss([each * share for each in added if rows])
         self.add_loss(penalties)
         self._write({int(k): untrack(value) for k, value in written.items()}, rows, replica)
         attach_mask(outputs, masks)
@@ -159,11 +162,14 @@ class KerasModel(Model):
         for k, value in written.items():
             self.state[k].assign(value.astype(self.state[k].dtype))
 
-    def _compute(self, training: bool, values: Sequence[Any], mix: Any, inputs: Any) -> Any:
+    def _compute(
+        self, training: bool, is_empty: bool, values: Sequence[Any], mix: Any, inputs: Any
+    ) -> Any:
         """Return the outputs, their masks, the added losses, and what variables become, by place.
 
         Keras's operations compute it; nothing outside of it changes. Generators of random numbers
-        start from their states mixed with a number of the replica, and keep their own.
+        start from their states mixed with a number of the replica, and keep their own. If the batch
+        is empty, no output is returned for the example, and all gradients through it are zeros.
         """
         keras, model = _keras(), self.keras_model
 
@@ -186,14 +192,25 @@ class KerasModel(Model):
             for k, place in enumerate(self._places)
             if after[id(place)] is not before[id(place)]
         }
-        if after.keys() - before.keys() or any(self.state[int(k)].trainable for k in written):
+        wrong = [self._places[int(k)].path for k in written if self.state[int(k)].trainable]
+        if wrong or after.keys() - before.keys():
+            what = ", ".join(wrong) or "a metric, or to a state that model.variables lacks"
             raise ValueError(
-                f"{self._called}: its call writes to a metric or to a weight that is trained, on "
-                "which replicas would not agree: pass metrics to compile, and create other weights "
-                "with trainable=False."
+                f"{self._called}: its call writes to {what}, on which replicas would not agree: "
+                "pass metrics to compile, and create other weights with trainable=False."
             )
         masks = [keras.src.backend.get_keras_mask(y) for y in keras.tree.flatten(outputs)]
-        return outputs, masks, scope.losses, penalties, written
+        added = scope.losses
+        if is_empty:  # What comes of the example may be NaN, and zero times NaN is NaN.
+            ops, pairs = keras.ops, zip(values, self.state, strict=True)
+            floats = [value for value, mine in pairs if kind_of(mine.dtype) == "f"]
+            zero = sum(ops.sum(ops.reshape(value, (-1,))[:0]) for value in floats)
+            none = [ops.stop_gradient(y)[:0] for y in keras.tree.flatten(outputs)]
+            none = [y + ops.cast(zero, y.dtype) for y in none]
+            outputs = keras.tree.pack_sequence_as(outputs, none)
+            masks = [None if mask is None else mask[:0] for mask in masks]
+            added = [ops.stop_gradient(loss) for loss in added]
+        return outputs, masks, added, penalties, written
 
     def _train(self, *args: Any) -> None:
         super()._train(*args)
@@ -257,7 +274,7 @@ class KerasMetric(metrics.Metric):
                 "it must have some, with aggregation='sum'; if it makes them in its first "
                 "update_state, call that before, and reset_state."
             )
-        self.keras_metric = metric
+        self.keras_metric, self._adds = metric, False
         self.parts = [self.add_weight(v.name, v.shape, dtype=v.dtype) for v in metric.variables]
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
@@ -265,8 +282,20 @@ class KerasMetric(metrics.Metric):
         update, _ = _counting(self.keras_metric)
         zeros = [np.zeros(part.shape, part.dtype) for part in self.parts]
         sums = update(zeros, y_true, y_pred, sample_weight)
+        if not self._adds and current_trace() is None:
+            self._check(sums, update([zero + 1 for zero in zeros], y_true, y_pred, sample_weight))
         for part, value in zip(self.parts, sums, strict=True):
             part.assign_add(value)
+
+    def _check(self, sums: Sequence[Any], more: Sequence[Any]) -> None:
+        """Raise a `ValueError` unless ones in the variables were added to, as zeros were."""
+        pairs = zip(map(to_host, sums), map(to_host, more), strict=True)
+        if not all(np.allclose(a + 1, b, 1e-4, 1e-4, equal_nan=True) for a, b in pairs):
+            raise ValueError(
+                f"metric {self.name!r} of Keras: its update_state must add to its variables, which "
+                "replicas add up: keep sums and counts in them."
+            )
+        self._adds = True
 
     def result(self) -> Any:
         """Return the value over all replicas."""
@@ -373,6 +402,8 @@ def _optimizer(optimizer: Any) -> Any:
         known = optimizers
     else:
         return optimizer
+    if any(getattr(optimizer, f"_exclude_from_weight_decay{end}", None) for end in _EXCLUDED):
+        raise ValueError(f"compile: {name}.exclude_from_weight_decay would have no effect here.")
     config = {key: value for key, value in optimizer.get_config().items() if value is not None}
     config.pop("name", None)
     if "learning_rate" in config and int(optimizer.iterations):

@@ -253,6 +253,37 @@ def test_sequences_of_words_keep_their_masks():
     assert_near(result, by_keras(network(), words, labels), ["loss"])
 
 
+@pytest.mark.parametrize("pooled", [False, True])
+def test_replicas_without_words_add_nothing_to_a_step(pooled):
+    def network() -> Any:
+        keras.utils.set_random_seed(3)
+        words = layers.Embedding(9, 4, mask_zero=True, embeddings_regularizer="l2")
+        # The mean of words that are all masked is no number.
+        pool = layers.GlobalAveragePooling1D() if pooled else layers.GRU(3, return_sequences=True)
+        last = layers.Dense(5, activity_regularizer="l2")
+        return keras.Sequential([keras.Input((6,), dtype="int32"), words, pool, last])
+
+    words = RNG.integers(0, 9, (18, 6))
+    labels = RNG.integers(0, 5, 18 if pooled else (18, 6))
+    with mirrored(3) as strategy:  # Two examples are left for the last batch.
+        result = trained(network(), strategy, words, labels)
+    assert_near(result, by_keras(network(), words, labels), ["loss"])
+
+
+class Largest(keras.metrics.Metric):
+    """A metric that does not add to its variable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = self.add_weight(name="largest", initializer="zeros")
+
+    def update_state(self, y: Any, predicted: Any, sample_weight: Any = None) -> None:
+        self.largest.assign(ops.maximum(self.largest, ops.max(ops.abs(predicted))))
+
+    def result(self) -> Any:
+        return self.largest + 0
+
+
 def absolute(y: Any, predicted: Any) -> Any:
     return ops.mean(ops.abs(y - predicted), axis=-1)
 
@@ -275,10 +306,13 @@ def test_losses_metrics_and_optimizers_of_keras_do_here_what_they_do_there():
         for loss in (absolute, "dice", keras.losses.Dice()):
             model.compile("sgd", loss)
             assert np.isfinite(model.evaluate(X, ONE_HOT, verbose=0))
+        excluding = keras.optimizers.AdamW()
+        excluding.exclude_from_weight_decay(var_names=["bias"])
         for optimizer, problem in {
             keras.optimizers.Lion(): "no Lion with",
             keras.optimizers.SGD(gradient_accumulation_steps=2): "'gradient_accumulation_steps': 2",
             theirs.optimizer: "Adam has made 6 steps",
+            excluding: "AdamW.exclude_from_weight_decay would have no effect",
         }.items():
             with pytest.raises(ValueError, match=problem):
                 model.compile(optimizer, "mse")
@@ -286,6 +320,9 @@ def test_losses_metrics_and_optimizers_of_keras_do_here_what_they_do_there():
             model.compile("sgd", keras.losses.MeanSquaredError("mean_with_sample_weight"))
         with pytest.raises(ValueError, match="add up the variables of a metric"):
             model.compile("sgd", "mse", metrics=[keras.metrics.F1Score()])
+        model.compile("sgd", "mse", metrics=[Largest()])
+        with pytest.raises(ValueError, match="its update_state must add to its variables"):
+            model.evaluate(X, ONE_HOT, verbose=0)
         with pytest.raises(TypeError, match="EarlyStopping"):
             model.fit(X, ONE_HOT, callbacks=[keras.callbacks.EarlyStopping()])
 
@@ -374,6 +411,10 @@ def test_what_a_model_cannot_do_here_is_refused():
         distribute(layers.Dense(2))
     with pytest.raises(ValueError, match="its call writes to a metric"):
         distribute(Counting())(X)
+    dense = layers.SpectralNormalization(layers.Dense(2))
+    scaled = keras.Sequential([image, layers.Flatten(), dense])
+    with pytest.raises(ValueError, match=r"its call writes to .*kernel, on which"):
+        distribute(scaled)(X, training=True)
 
 
 def test_other_backends_are_refused():
