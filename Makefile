@@ -107,7 +107,8 @@ guests:
 	$(MAKE) VENV=.venv-guests .venv-guests/ready-guests
 
 guests-test: guests
-	.venv-guests/bin/python -m pytest $(ARGS) ndistribute/interop tests/interop tests/test_docs.py
+	.venv-guests/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS) \
+	  ndistribute/interop tests/interop tests/test_docs.py
 
 $(VENV)/ready-guests: $(VENV)/ready-test
 	$(PIP) --editable '.[torch,keras]'
