@@ -1,9 +1,9 @@
-"""Devices, the array namespace of each, and copies between them.
+"""Devices, the array namespace of each device, and copies between devices.
 
 CPU devices are logical: every ``cpu:i`` exists, and all share the host's memory. A GPU exists if
-the driver shows it to this process. ``tpu:i`` is device i that JAX has in this process, whatever it
-is; arrays are there inside compiled steps only. Only this module imports CuPy and JAX, at the first
-use of a device; other modules use the arrays' namespace and do not depend on which one it is.
+the driver shows it to this process. ``tpu:i`` is JAX's device i in this process, of whatever kind;
+only compiled steps have arrays on it. Only this module imports CuPy and JAX, at the first use of a
+device. Other modules use the namespace of their arrays, and work with any.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _PATTERN = re.compile(
 
 
 def parse_device(name: str) -> dict[str, str]:
-    """Return the parts of a device's name that it has: job, replica, task and device.
+    """Return the parts that a device's name contains: job, replica, task and device.
 
     Raises:
-        ValueError: it is not the name of a device.
+        ValueError: the text is not the name of a device.
 
     >>> parse_device("/job:ps/task:0/gpu:1")
     {'job': 'ps', 'task': '0', 'device': 'GPU:1'}
@@ -90,7 +90,7 @@ class Device:
     def memory_space(self) -> str:
         """The name of the device's memory: ``"cpu"`` for all CPUs, ``"gpu:i"`` for GPU i.
 
-        JAX's devices are one memory, ``"tpu"``, because one program serves all of them.
+        JAX's devices count as one memory, ``"tpu"``, because one program runs on all of them.
         """
         return f"gpu:{self.index}" if self.kind == "gpu" else self.kind
 
@@ -109,11 +109,11 @@ class Device:
         return f"Device({str(self)!r})"
 
 
-_logical_cpus = [1]  # As `set_logical_cpus` says.
+_logical_cpus = [1]  # The number that `set_logical_cpus` sets.
 
 
 def set_logical_cpus(count: int) -> None:
-    """Set how many logical CPUs `list_devices` returns, and strategies use by default.
+    """Set how many logical CPUs `list_devices` returns and strategies use by default.
 
     >>> set_logical_cpus(2)
     >>> list_devices("cpu")
@@ -185,7 +185,7 @@ def resolve_devices(specs: Sequence[str | Device] | None, what: str = "devices")
 
 
 def array_namespace(*arrays: Array) -> ModuleType:
-    """Return ``cupy`` if any array is on a GPU, what compiled steps have instead, or ``numpy``."""
+    """Return ``cupy`` if any array is on a GPU, the namespace of compiled steps, or ``numpy``."""
     for array in arrays:
         if type(array) is not np.ndarray and is_device_array(array):
             return getattr(type(array), "namespace", None) or cupy_module()
@@ -193,7 +193,7 @@ def array_namespace(*arrays: Array) -> ModuleType:
 
 
 def is_device_array(value: Any) -> bool:
-    """Return True if a value is an array of CuPy or of a compiled step; imports neither."""
+    """Return True if a value is an array of CuPy or of a compiled step, without importing them."""
     kind: Any = type(value)
     return kind is not np.ndarray and _is_device_type(kind)
 
@@ -238,8 +238,8 @@ def to_host(array: Array) -> np.ndarray[Any, Any]:
 def copy_to(array: Array, device: Device) -> Array:
     """Return an array in the memory of a device, without a copy if it is there already.
 
-    Text and objects stay in host memory: no GPU holds them. Arrays enter and leave compiled steps
-    as arguments and results, and not by this function.
+    Text and objects stay in host memory, because GPUs cannot hold them. Arrays enter and leave
+    compiled steps as arguments and results, not through this function.
     """
     if device.kind == "cpu" and type(array) is np.ndarray:
         return array
@@ -253,7 +253,7 @@ def copy_to(array: Array, device: Device) -> Array:
         if array.device.id == device.index:
             return array
         with array.device:
-            if not array.flags.c_contiguous:  # CuPy copies no other array between devices.
+            if not array.flags.c_contiguous:  # CuPy copies only contiguous arrays between devices.
                 array = array.copy()
             cupy.cuda.get_current_stream().synchronize()
     with cupy.cuda.Device(device.index):
@@ -320,8 +320,8 @@ def jax_module() -> Any:
 @functools.cache
 def nccl_module() -> Any:
     """Return the module ``cupy.cuda.nccl``, imported at the first call."""
-    # By default NCCL connects some GPUs at their first use and waits inside a kernel launch, which
-    # nothing can abort. NCCL reads its variables once, so this must precede its first call.
+    # By default NCCL connects some GPUs at their first use, and then waits inside a kernel launch
+    # that cannot be aborted. NCCL reads its variables once, so this must precede its first call.
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     cupy_module()
     try:

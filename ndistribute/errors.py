@@ -1,7 +1,7 @@
 """The exceptions that this package defines.
 
-All derive from `DistributeError`, so one `except` clause catches them. Each one also derives from
-the built-in class that fits, so code that knows nothing of this package handles it as well.
+All derive from `DistributeError`, so one `except` clause catches them all. Each also derives from a
+fitting built-in class, so code that does not know this package handles it too.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ class DistributeError(RuntimeError):
     """A failure that this package detected; the base class of all its exceptions.
 
     Args:
-        message: what failed, what was expected and what to do. Programs of TensorFlow pass a node
-            and an operation, or None, before it.
-        rank: the index of the replica or worker that the message is about, from 0; None if unknown.
+        message: what failed, what was expected and what to do. TensorFlow programs pass a node and
+            an operation, or None, before the message.
+        rank: the index, from 0, of the replica or worker that the message concerns; None if
+            unknown.
         op: the collective call that failed, for example ``"all_reduce SUM"``; None for other
             failures.
         sequence: the number of that call, counted from 1 in each step; None for other failures.
@@ -44,48 +45,48 @@ class DistributeError(RuntimeError):
 
 
 class CollectiveMismatchError(DistributeError, ValueError):
-    """A collective to which replicas passed different shapes, dtypes or ops, or that one missed."""
+    """Replicas passed different shapes, dtypes or ops to a collective, or one did not call it."""
 
     error_code = 3
 
 
 class CollectiveTimeoutError(DistributeError, TimeoutError):
-    """A wait for other replicas or workers that took too long; the message names them."""
+    """A wait for other replicas or workers took too long; the message names them."""
 
     error_code = 4
 
 
 class WorkerLostError(DistributeError, ConnectionError):
-    """The failure of another replica, worker or server, without which this one cannot continue.
+    """Another replica, worker or server failed, and this process cannot continue without it.
 
-    The ``__cause__`` is the failure itself, if it is known.
+    If the original failure is known, it is the ``__cause__``.
     """
 
     error_code = 14
 
 
 class CheckpointCorruptError(DistributeError):
-    """A checkpoint or snapshot on disk that is incomplete or damaged."""
+    """A checkpoint or snapshot on disk is incomplete or damaged."""
 
     error_code = 15
 
 
 class AuthenticationError(DistributeError, PermissionError):
-    """A peer that did not prove that it belongs to the job."""
+    """A peer did not prove that it belongs to the job."""
 
     error_code = 16
 
 
 class MissingDependencyError(DistributeError, ImportError):
-    """An optional package that is not installed; the message names the command to install it."""
+    """An optional package is not installed; the message names the command that installs it."""
 
 
 class TracingError(DistributeError, TypeError):
-    """A compiled step does what only a plain step can; the message names the line."""
+    """A compiled step does something that only a plain step can do; the message names the line."""
 
 
 class OperationError(DistributeError):
-    """The failure of an operation of a graph program, which fails the whole step.
+    """An operation of a graph program failed, and with it the whole step.
 
     Args:
         message: see `DistributeError`.
@@ -100,49 +101,49 @@ class OperationError(DistributeError):
 
 
 class InvalidArgumentError(OperationError, ValueError):
-    """An operation that got a value it cannot use, or a graph that cannot run."""
+    """An operation got a value that it cannot use, or a graph cannot run."""
 
     error_code = 3
 
 
 class FailedPreconditionError(OperationError):
-    """A variable without a value."""
+    """A variable has no value yet."""
 
     error_code = 9
 
 
 class NotFoundError(OperationError, LookupError):
-    """A tensor, file or variable that does not exist."""
+    """A tensor, file or variable does not exist."""
 
     error_code = 5
 
 
 class OutOfRangeError(OperationError, StopIteration):
-    """The end of the input."""
+    """The input has ended."""
 
     error_code = 11
 
 
 class CancelledError(OperationError):
-    """An operation that ended because the step failed elsewhere or the session was closed."""
+    """An operation ended because the step failed elsewhere or the session was closed."""
 
     error_code = 1
 
 
 class AbortedError(OperationError):
-    """A step that a restarted task cannot continue; a new session can."""
+    """A restarted task cannot continue the step; a new session can run it again."""
 
     error_code = 10
 
 
 class UnavailableError(OperationError, WorkerLostError):
-    """A task that cannot be reached; a new session can continue once the task is back."""
+    """A task cannot be reached; a new session can continue once the task is back."""
 
     error_code = 14
 
 
 class DeadlineExceededError(OperationError, TimeoutError):
-    """A step that took longer than its timeout."""
+    """A step took longer than its timeout."""
 
     error_code = 4
 

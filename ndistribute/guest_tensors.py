@@ -1,6 +1,6 @@
 """Tensors of PyTorch as arrays, and arrays as tensors, without a copy on the CPU.
 
-Whoever has a tensor has imported PyTorch, so nothing here imports it.
+A program that has a tensor has imported PyTorch, so nothing here imports it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def torch_loaded() -> Any:
 
 
 def steps_take_tensors() -> bool:
-    """Return True if the program has imported what replicas need to compute with tensors."""
+    """Return True if the program has imported the module that lets replicas use tensors."""
     return "ndistribute.interop.torch" in sys.modules
 
 
@@ -39,7 +39,7 @@ def array_of(tensor: Any) -> Array:
 
 
 def tensor_of(array: Array) -> Any:
-    """Return an array as a tensor, of the same memory if it may be written.
+    """Return an array as a tensor, in the same memory if the array is writable.
 
     Raises:
         ValueError: the program has not imported PyTorch.

@@ -1,8 +1,9 @@
-"""Nests of plain values as nodes, which JSON and MessagePack can carry: the encoder of the package.
+"""The encoder of the package: it turns nests of plain values into nodes for JSON and MessagePack.
 
-Numbers, text, None, lists, and dicts whose keys are text are their own nodes. A value of another
-kind is a dict with the kind's name as its first key, such as ``{"$tuple": [1, 2]}``. A subclass of
-`Encoder` adds what is not plain, such as arrays. Decoding calls nothing but these.
+Numbers, text, None, lists, and dicts whose keys are text need no encoding. The node of another kind
+of value is a dict with the kind's name as its first key, such as ``{"$tuple": [1, 2]}``. A subclass
+of `Encoder` adds values that are not plain, such as arrays. Decoding calls only the constructors of
+these kinds.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from ndistribute.dtypes import dtype_named
 Node = Any
 Path = Any  # A text, or the path of a nest and the key or index in it.
 _ATOMS = frozenset({str, int, bool, type(None)})
-# Of a derived class; `str` would call what an enumeration has in its place.
+# The value may be of a derived class; `str` would call the `__str__` that an enumeration defines.
 _BASES: dict[type[Any], Callable[[Any], Any]] = {str: str.__str__} | {
     base: base for base in (int, float, list, tuple, dict)
 }
 
 
 class Kind(NamedTuple):
-    """A kind of plain values: its type, its values as simpler ones, and the values of these."""
+    """A kind of plain values: its type, and how its values become simpler values and come back."""
 
     type: type[Any]
     body: Callable[[Any], Any]
@@ -34,9 +35,10 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "float": Kind(float, repr, float),  # If it is not finite, which JSON cannot say.
+    # Only if the number is not finite, which JSON cannot express.
+    "float": Kind(float, repr, float),
     "tuple": Kind(tuple, list, tuple),
-    # If a key is no text, or begins as the names of kinds do.
+    # Only if a key is not text, or begins like the names of kinds.
     "dict": Kind(dict, lambda d: [[*d], [*d.values()]], lambda body: dict(zip(*body, strict=True))),
     "slice": Kind(slice, lambda s: [s.start, s.stop, s.step], lambda body: slice(*body)),
     "complex": Kind(complex, lambda z: [z.real, z.imag], lambda body: complex(*body)),
@@ -56,12 +58,13 @@ class Encoder:
     {'x': [1, (2.5, slice(None, 3, None))]}
     """
 
-    # The kinds that it encodes, besides numbers, text, None and lists, and how their names begin.
+    # The kinds that the encoder handles besides numbers, text, None and lists, and the first
+    # character of their names.
     kinds: ClassVar[frozenset[str]] = frozenset(KINDS)
     mark = "$"
-    # The first keys of the nodes of what is not plain.
+    # The first keys of the nodes of values that are not plain.
     others: ClassVar[tuple[str, ...]] = ()
-    # The error for another value, with places for its path, the value and its type.
+    # The error message for other values, with placeholders for the path, the value and its type.
     refusal: ClassVar[tuple[type[Exception], str]] = TypeError, "{path} is {value!r}: not plain."
 
     def encode(self, value: Any, path: Path = "") -> Node:
@@ -98,7 +101,7 @@ class Encoder:
         ]
 
     def name(self, path: Path) -> str:
-        """Return the text of a path, which is only needed for few values."""
+        """Return a path as text; only a few values need it."""
         return path if isinstance(path, str) else f"{self.name(path[0])}[{path[1]!r}]"
 
     def decode(self, node: Node) -> Any:
@@ -116,5 +119,5 @@ class Encoder:
         return {key: self.decode(part) for key, part in node.items()}
 
     def decode_other(self, tag: str, node: dict[str, Node]) -> Any:
-        """Return the value of a node of `encode_other`, whose first key is `tag`."""
+        """Return the value of a node that `encode_other` returned, whose first key is `tag`."""
         raise NotImplementedError

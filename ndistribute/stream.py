@@ -1,7 +1,8 @@
 """Streams of replicas, and functions that order work on devices.
 
-On a GPU, the host only enqueues work, and a stream may read what another one wrote only after a
-wait. So each docstring here states what is complete on return. CPUs complete work at once.
+On a GPU, the host only enqueues work, and a stream must wait before it reads data that another
+stream wrote. So each docstring here states which work is complete on return. CPUs complete work at
+once.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Stream:
         return stack
 
     def begin(self) -> None:
-        """Wait for all work on the device, including other streams', before this stream starts."""
+        """Wait for all work on the device, also in other streams, before this stream starts."""
         settle([self])
 
     def synchronize(self) -> None:
@@ -50,7 +51,7 @@ class Stream:
 
     @property
     def is_done(self) -> bool:
-        """True if all work in this stream is complete; raises if earlier work has failed."""
+        """Return True if all work in this stream is complete; raise if earlier work has failed."""
         if not self.on_gpu:
             return True
         runtime = cupy_module().cuda.runtime

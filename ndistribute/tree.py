@@ -30,15 +30,16 @@ def flatten(tree: Tree) -> list[Leaf]:
 def unflatten(like: Tree, leaves: Iterable[Leaf]) -> Tree:
     """Return a structure like `like`, with other leaves in the order of `flatten`."""
     rest = iter(leaves)
-    if _nesting(type(like)) is None:  # Half the time for an array alone.
+    if _nesting(type(like)) is None:  # This halves the time for a single array.
         return next(rest)
-    if type(like) is tuple and not any(map(_nesting, map(type, like))):  # A fifth of the time.
+    # This takes a fifth of the time.
+    if type(like) is tuple and not any(map(_nesting, map(type, like))):
         return tuple(rest)
     return _rebuilt(like, lambda _: next(rest))
 
 
 def map_leaves(fn: Callable[..., Leaf], tree: Tree, *others: Tree) -> Tree:
-    """Return a structure with the results of `fn` for the leaves of one or several structures."""
+    """Return a structure of the results of `fn` on the leaves of one or several structures."""
     if not others:
         return fn(tree) if _nesting(type(tree)) is None else _rebuilt(tree, fn)
     for other in others:
@@ -58,7 +59,7 @@ def leaves(path: str, nest: Any) -> Iterator[tuple[str, Any]]:
 
 
 def same_structure(left: Tree, right: Tree) -> bool:
-    """Return True if two structures differ in their leaves at most."""
+    """Return True if two structures are equal except for their leaves."""
     nesting = _nesting(type(left))
     if nesting is None or type(left) is not type(right):
         return nesting is _nesting(type(right)) is None
@@ -84,7 +85,7 @@ def flatten_up_to(like: Tree, tree: Tree) -> list[Any]:
 
 
 def select(tree: Tree, replica: int, num_replicas: int) -> Tree:
-    """Return a structure with one replica's components; itself if it has no distributed leaf."""
+    """Return a structure with one replica's components; the same object if none is distributed."""
 
     def component(leaf: Leaf) -> Leaf:
         if not isinstance(leaf, DistributedValues):
@@ -101,7 +102,7 @@ def select(tree: Tree, replica: int, num_replicas: int) -> Tree:
 
 
 def regroup(trees: Sequence[Tree], make_leaf: Callable[[Sequence[Leaf]], Leaf]) -> Tree:
-    """Return one structure; `make_leaf` combines the replicas' leaves at each position."""
+    """Return one structure in which `make_leaf` combines the replicas' leaves at each position."""
     first = trees[0]
     if not any(map(_nesting, map(type, trees))):
         return make_leaf(trees)
@@ -168,7 +169,7 @@ def _rebuilt(tree: Tree, make: Callable[[Leaf], Leaf], *, keep: bool = False) ->
 
 
 def outline(tree: Tree) -> str:
-    """Return a text that is the same for structures that differ in their leaves only."""
+    """Return a text that is equal for structures that differ only in their leaves."""
     if _nesting(type(tree)) is None:
         return "a leaf"
     named = not isinstance(tree, list | tuple)

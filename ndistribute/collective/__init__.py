@@ -1,1 +1,1 @@
-"""How bytes move between replicas."""
+"""Collectives: how replicas exchange and reduce arrays."""

@@ -1,8 +1,8 @@
-"""The protocol of backends: six methods over flat contiguous buffers, and the calls that they get.
+"""The protocol of backends: six methods over flat contiguous buffers, and the `Call` they get.
 
-A backend gets arrays of one memory space and a `Call` that describes the operation. It knows no
-nests and does not check shapes. It compares the calls of all replicas before it uses their data,
-and every wait has a deadline.
+A backend gets arrays in one memory space and a `Call` that describes the operation. It does not
+handle nests or check shapes. It compares the calls of all replicas before it uses their data, and
+every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class Call(NamedTuple):
         sequence: the call's number in this step, from 1.
         kind: the method's name.
         op: the reduction's name, another argument that must be equal, or None.
-        signature: dtype and shape of each leaf.
+        signature: the dtype and the shape of each leaf.
         purpose: what the call is for, such as a write to a variable; empty for a user's own call.
-        timeout: how many seconds this replica waits for others each time; need not be equal.
+        timeout: how many seconds each wait of this replica may take; replicas may pass different
+            values.
     """
 
     sequence: int
@@ -47,7 +48,7 @@ class Call(NamedTuple):
 
     @property
     def agreed(self) -> tuple[Any, ...]:
-        """What must be equal on all replicas."""
+        """The parts of the call that must be equal on all replicas."""
         return self[:-1]
 
     @property
@@ -67,10 +68,10 @@ class Call(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What is done with reduced arrays.
+    """The functions that process reduced arrays.
 
     Args:
-        begin: called once in each process, when all of its replicas are in the call.
+        begin: called once in each process, when all its replicas are in the call.
         apply: called as ``apply(prepared, leaf, start, stop, total)`` with the result of `begin`
             and a reduced range of a leaf that this replica owns; it may change `total`.
     """
@@ -92,7 +93,7 @@ class Backend(Protocol):
     device: Device = Device("cpu:0")
     owner: int = 0
     owners: int = 1
-    is_traced: bool = False  # Whether its calls are parts of a compiled step.
+    is_traced: bool = False  # Whether the calls of this backend are parts of a compiled step.
 
     def merge(self, call: Call, value: Any, combine: Combine[T]) -> T:
         """Run `combine` once on the values of this process's replicas, in replica order."""
@@ -102,14 +103,14 @@ class Backend(Protocol):
         """Reduce each input over all replicas into the output of the same index, on all of them."""
 
     def reduce_update(self, call: Call, inputs: Arrays, op: ReduceOp, update: Update) -> Any:
-        """Reduce, and apply the update on each replica to the ranges of the result that it owns.
+        """Reduce; on each replica, apply the update to the ranges of the result that it owns.
 
-        Return the result of its `begin`. No replica of a process returns before all updates of that
-        process are done.
+        Return the result of the update's `begin`. No replica of a process returns before all
+        updates of that process are done.
         """
 
     def all_gather(self, call: Call, inputs: Arrays) -> list[Array]:
-        """Concatenate matrices of equal width in replica order; numbers of rows may differ."""
+        """Concatenate matrices of equal width in replica order; the numbers of rows may differ."""
 
     def broadcast(self, call: Call, buffers: Arrays, root: int) -> None:
         """Copy the buffers of replica `root` into those of all others."""
@@ -120,7 +121,7 @@ class Backend(Protocol):
     def allocate(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
         """Return an array that `all_reduce` reduces in place if all replicas pass such arrays.
 
-        None means that the backend has no such memory, or none left.
+        None means that the backend has no such memory, or that it is used up.
         """
         return None
 
@@ -133,5 +134,5 @@ class Backend(Protocol):
         return
 
     def close(self) -> None:
-        """Free the resources of the backend, which cannot be used any more."""
+        """Free the resources of the backend, which cannot be used afterwards."""
         return

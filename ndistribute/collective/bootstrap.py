@@ -34,12 +34,14 @@ from ndistribute.transport.waiting import WaitReport
 _ATTEMPT_SECONDS = 5.0
 _CHECK_SECONDS = 0.01
 _RETRY_SECONDS = 0.05  # Each attempt costs a handshake.
-_LEAST_SECONDS = 3.0  # Of silence, because the kernel probes once in a second at most.
+# The shortest silence that is noticed, because the kernel probes at most once a second.
+_LEAST_SECONDS = 3.0
 _WELCOME = b"+"
-_SOMEWHERE = "192.0.2.1"  # From the range for documentation; only a route is looked up.
-_MOST_LOOKED_UP = 3  # A name that is unknown takes seconds.
+# Addresses reserved for documentation; they are used only to look up a route.
+_SOMEWHERE = "192.0.2.1"
+_MOST_LOOKED_UP = 3  # To look up an unknown name takes seconds.
 
-# Numbers the groups of this process, to detect processes that are in another group.
+# Numbers the groups of this process, so that processes in another group are detected.
 _groups = itertools.count()
 
 
@@ -51,12 +53,12 @@ def host_identity(environ: Mapping[str, str] = os.environ) -> str:
     """
     if environ.get("NDISTRIBUTE_HOST_ID"):
         return environ["NDISTRIBUTE_HOST_ID"]
-    # Containers of one machine share its boot id, but not their processes and memory.
+    # Containers on one machine share its boot id, but do not share processes and memory.
     return f"{os.getuid()}/{_identity_of('pid')}"
 
 
 def _identity_of(namespace: str) -> str:
-    """Return a string that is equal for processes of one kernel in the same namespace."""
+    """Return a string that is equal for processes of the same kernel and namespace."""
     parts = [socket.gethostname()]
     boot = Path("/proc/sys/kernel/random/boot_id")
     parts.append(boot.read_text().strip() if boot.exists() else "")
@@ -72,11 +74,12 @@ class ProcessInfo:
     rank: int
     size: int
     first: str  # The address of rank 0.
-    address: str  # Where this process accepts data connections,
-    listener: socket.socket  # on this socket.
+    address: str  # The address at which this process accepts data connections,
+    listener: socket.socket  # and its socket.
     credentials: Credentials
-    entrance: socket.socket | None = None  # Where the others join at rank 0, if not there.
-    addresses: Sequence[str] = ()  # Of all processes, if known at the start.
+    # The address where others join at rank 0, if it is another one.
+    entrance: socket.socket | None = None
+    addresses: Sequence[str] = ()  # The addresses of all processes, if known at the start.
     host: str = field(default_factory=host_identity)  # Equal in shared memory.
     group: int = field(default_factory=lambda: next(_groups))  # Equal on all processes.
 
@@ -106,7 +109,8 @@ def info_from_addresses(addresses: Sequence[str], rank: int) -> ProcessInfo:
     # Open the port last, so that no socket stays open if a setting is wrong.
     credentials, _ = credentials_of(addresses), failure_detector.silence_seconds()
     listener = _listener_at(addresses[rank])
-    # The host that the others know, and the real port, because the given one may be 0.
+    # The host by which the others know this process, and the real port: the configured port may be
+    # 0.
     address = address_of(split_address(addresses[rank])[0], listener.getsockname()[1])
     size, first = len(addresses), addresses[0]
     return ProcessInfo(rank, size, first, address, listener, credentials, addresses=addresses)
@@ -132,7 +136,8 @@ def info_from_rank_0(first: str, rank: int, size: int) -> ProcessInfo:
     credentials, _ = credentials_of([first]), failure_detector.silence_seconds()
     with contextlib.ExitStack() as on_error:
         entrance = None if rank else on_error.enter_context(listen(first, os.environ))
-        # The others know rank 0, and so all processes of its host, by the host in this address.
+        # The other processes know rank 0, and so all processes on its host, by the host in this
+        # address.
         host = split_address(first)[0]
         if rank:
             here, there = _route_to(first)
@@ -154,7 +159,7 @@ def _listener_at(address: str) -> socket.socket:
 
 
 def address_among(places: Sequence[tuple[str, ...]], rank: int) -> str:
-    """Return the address of a process for the others, given each one's host, network and name."""
+    """Return the address of a process for the others, from the host, network and name of each."""
     here = places[rank]
     if all(place[:2] == here[:2] for place in places):
         return "127.0.0.1"
@@ -169,7 +174,7 @@ def address_among(places: Sequence[tuple[str, ...]], rank: int) -> str:
 def outward_address(names: Sequence[str]) -> str:
     """Return the address of this host for other hosts of these names."""
     host = socket.gethostname()
-    # The own name may mean loopback, as on Debian, or a network inside of this host.
+    # This host's name may resolve to loopback, as on Debian, or to a network inside this host.
     for name in [*list(dict.fromkeys(names))[:_MOST_LOOKED_UP], host, _SOMEWHERE]:
         with contextlib.suppress(OSError):
             address, _ = _route_to(address_of(name, 9))
@@ -181,7 +186,7 @@ def outward_address(names: Sequence[str]) -> str:
 
 
 def _route_to(address: str) -> tuple[str, str]:
-    """Return the IP address of this host on its route to an address, and that of the other end."""
+    """Return the IP addresses of both ends of the route from this host to an address."""
     try:
         places = socket.getaddrinfo(*split_address(address), type=socket.SOCK_DGRAM)
         with socket.socket(places[0][0], socket.SOCK_DGRAM) as probe:
@@ -195,10 +200,11 @@ def _route_to(address: str) -> tuple[str, str]:
 class DataConnections:
     """The data connections between this process and others of its group.
 
-    Higher ranks connect to lower ones, which accept after `open`. If a process connects again, its
-    earlier connection ends. `report` gets a rank and why it cannot be reached, or an empty string.
-    The failure detector watches the connections: after the heartbeat timeout, `cut_off` gets both,
-    and the generation of the connection.
+    Higher ranks connect to lower ranks, which accept connections after `open`. If a process
+    connects again, its earlier connection ends. `report` is called with a rank and the reason why
+    this process cannot reach it, or an empty string. The failure detector watches the connections:
+    after the heartbeat timeout, `cut_off` is called with the rank, the reason and the generation of
+    the connection.
     """
 
     def __init__(self, info: ProcessInfo) -> None:
@@ -206,7 +212,8 @@ class DataConnections:
         self.beat_within = max(_LEAST_SECONDS, failure_detector.silence_seconds())
         self.report: Callable[[int, str], None] = lambda rank, why: None
         self.cut_off: Callable[[int, str, int], None] = lambda rank, why, generation: None
-        self._silent: set[tuple[int, int]] = set()  # Generations and ranks that are cut off.
+        # Pairs of a generation and a rank that is cut off.
+        self._silent: set[tuple[int, int]] = set()
         self._generation = 0
         self._listener: Listener | None = None
         self._sockets: dict[int, socket.socket] = {}
@@ -235,12 +242,13 @@ class DataConnections:
                     self.report(rank, "")
                 except AuthenticationError:
                     raise
-                except OSError as error:  # It may not be ready: try again.
+                except OSError as error:  # The process may not be ready: try again.
                     port += f" at {self._addresses[rank]}: "
                     port += why_unreached(self._addresses[rank], error)
                     self.report(rank, f"{name} could not reach {port}")
                     warning.tell(port)
-                    if isinstance(error, ConnectionResetError):  # It answers, so it is reached.
+                    # The process answers, so this process can reach it.
+                    if isinstance(error, ConnectionResetError):
                         since = time.monotonic()
                     elif (waited := time.monotonic() - since) > self.beat_within:
                         why = f"it tried for {waited:.1f} s to reach {port}."
@@ -261,7 +269,7 @@ class DataConnections:
                     self._silent.add((generation, rank))
 
     def _explain(self, rank: int, silence: float, generation: int) -> None:
-        """Report a silent process, with what a new connection to it tells about the reason."""
+        """Report a silent process, with the reason that a new connection to it shows."""
         address = self._addresses[rank]
         why = look_for(address) or (
             "a new connection can be made, so the network was cut meanwhile, or loses long "
@@ -292,7 +300,7 @@ class DataConnections:
             self.let_go()
 
     def let_go(self) -> None:
-        """Close the sockets; copies in a fork would hide the death of this process."""
+        """Close the sockets in a fork: copies would hide the death of the parent process."""
         while self._sockets:
             self._replaced.append(self._sockets.popitem()[1])
         while self._replaced:

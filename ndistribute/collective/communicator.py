@@ -28,7 +28,7 @@ from ndistribute.errors import DistributeError
 from ndistribute.indexed_slices import IndexedSlices, refuse_rows
 from ndistribute.transport.buffers import ReusedMemory
 
-# The allocator reuses the memory of smaller results.
+# The allocator already reuses the memory of smaller results.
 SMALL_BYTES = 128 * 1024
 _KEPT_BYTES = 1 << 30
 
@@ -48,16 +48,16 @@ class CommunicationImplementation(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class CommunicationOptions:
-    """The settings of the collectives of a strategy; of a single call, only of how long it waits.
+    """The settings of a strategy's collectives; a single call uses only their timeout.
 
     Args:
-        bytes_per_pack: the most bytes of a bucket of gradients and of a message; 0: the default of
-            the transport. Collectives in shared memory and through NCCL ignore it.
-        timeout_seconds: how many seconds a replica waits for the others; None: 600.
+        bytes_per_pack: the maximum size in bytes of a bucket of gradients and of a message; 0 means
+            the default of the transport. Collectives in shared memory and through NCCL ignore it.
+        timeout_seconds: how many seconds a replica waits for the others; None means 600.
         implementation: the transport between workers, a `CommunicationImplementation` or its value.
             Strategies of one process ignore it.
         wire_dtype: ``"float16"`` or ``"bfloat16"`` sends float32 between hosts in half the bytes,
-            and adds in float32; None: unchanged. All replicas still get the same bits.
+            and adds in float32; None sends arrays unchanged. All replicas still get the same bits.
 
     Raises:
         ValueError: `bytes_per_pack` is negative, `timeout_seconds` is not above 0, or
@@ -98,12 +98,12 @@ class CommunicationOptions:
 class Communicator:
     """The collectives of one replica.
 
-    Arrays in a foreign byte order are converted: results have the byte order of this machine.
+    Arrays in another byte order are converted: results have the byte order of this machine.
 
     Args:
         backend: the backend of this replica.
-        options: the options of calls without options of their own.
-        local: the backend among the replicas of this process; None: `backend`.
+        options: the options of calls that pass no options.
+        local: the backend among the replicas of this process; None means `backend`.
         where: the step tracker of this process; None if there are no other processes.
 
     Attributes:
@@ -113,9 +113,9 @@ class Communicator:
         purpose: what the next calls are for; it must be the same on all replicas.
         part_of: the number of the call that the next calls are parts of, or None.
         guard: the context of a call; it records which calls of the step have completed.
-        has_written: whether a call has begun to write variables, since this was set to False.
-        waited_since: whether a later call involved other processes.
-        gradient_memory: the function of the backend.
+        has_written: whether a call has begun to write variables since this was last set to False.
+        waited_since: whether a call after that write involved other processes.
+        gradient_memory: the backend's `gradient_memory`.
 
     >>> import numpy as np
     >>> from ndistribute.collective.select import make_group
@@ -175,7 +175,7 @@ class Communicator:
         return self._returned(value, arrays, outputs)
 
     def _timeout_of(self, options: CommunicationOptions | None) -> float:
-        """Return how long a call with options waits."""
+        """Return how many seconds a call with these options waits."""
         if options is not None and options.wire_dtype is not None:
             raise ValueError("wire_dtype has no effect in a call: give it to the strategy.")
         return self._timeout if options is None or not options.timeout_seconds else options.timeout
@@ -190,7 +190,7 @@ class Communicator:
             return tree.unflatten(value, [array.copy() for array in arrays])
         placed = [copy_to(rows, self._backend.device) for rows in moved] if self._on_gpu else moved
         inputs = [rows.reshape(len(rows), math.prod(rows.shape[1:])) for rows in placed]
-        # "*" replaces the number of rows, which may differ.
+        # "*" stands for the number of rows, which may differ.
         signature = tuple((rows.dtype, ("*", *rows.shape[1:])) for rows in moved)
         wait = self._timeout_of(options)
         with self._numbered("all_gather", f"axis={axis}", signature, wait) as call:
@@ -215,7 +215,7 @@ class Communicator:
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Make the calls of a block parts of the last call: other processes may not make them."""
+        """Count calls of a block as parts of the last call: other processes may not make them."""
         before = self.part_of
         self.part_of = self.calls_made if before is None else before
         try:
@@ -244,7 +244,7 @@ class Communicator:
     def reduce_update(
         self, op: Any, arrays: Arrays, update: Update, *, everywhere: bool = True
     ) -> Any:
-        """Reduce arrays, and update with the ranges of the totals that this replica owns.
+        """Reduce arrays, and apply an update to the ranges of the totals that this replica owns.
 
         Unlike an all-reduce, it does not copy the totals to all replicas.
 
@@ -252,7 +252,7 @@ class Communicator:
             op: the reduction.
             arrays: arrays of the same shapes and dtypes on all replicas.
             update: applied to the totals of ranges of the flattened arrays.
-            everywhere: True: reduce over all replicas; False: over those of this process.
+            everywhere: True reduces over all replicas, False over those of this process.
 
         Returns:
             The result of the update's `begin`.
@@ -270,12 +270,12 @@ class Communicator:
             return backend.reduce_update(call, inputs, op, Update(begin, update.apply))
 
     def owned_part(self, count: int) -> slice:
-        """Return which of `count` rows this replica updates, among the replicas of its memory."""
+        """Return which of `count` rows this replica, of those that share its memory, updates."""
         owner, owners = self._backend.owner, self._backend.owners
         return slice(count * owner // owners, count * (owner + 1) // owners)
 
     def abort(self, cause: BaseException) -> None:
-        """Make the collective that other replicas wait in raise because of `cause`."""
+        """Make the collective in which other replicas wait raise because of `cause`."""
         self._backend.abort(cause)
 
     def _taken(
@@ -303,7 +303,7 @@ class Communicator:
         return arrays, inputs, tuple(signature)
 
     def _returned(self, value: Any, arrays: Arrays, flat: Arrays) -> Any:
-        """Return a nest of results, each on the device of its input, which may be the host."""
+        """Return a nest of results, each on the device of its input or in host memory."""
         results = []
         for array, result in zip(arrays, flat, strict=True):
             here = copy_to(result, device_of(array)) if self._on_gpu else result
@@ -319,10 +319,11 @@ class Communicator:
         counts: bool = True,
         waits: bool = True,
     ) -> _Guard:
-        """Return a context that yields the next call, which waits for `wait` seconds if given.
+        """Return a context that yields the next call; its waits last at most `wait` seconds.
 
-        Recovery compares its completion if `counts`: if every replica receives from all others in
-        it, or if it writes variables. A call that `waits` involves other processes.
+        If `counts`, recovery compares whether the call was completed. It counts if every replica
+        receives from all others in it, or if it writes variables. A call that `waits` involves
+        other processes.
         """
         self.waited_since |= waits and self.has_written
         if current_trace() is not None and not self._backend.is_traced:
@@ -379,7 +380,7 @@ def _rows_first(array: Array, axis: int) -> Array:
 
 
 class Outputs:
-    """Provides arrays for results; large ones lie in memory that is reused."""
+    """Provides arrays for results; the memory of large arrays is reused."""
 
     def __init__(self) -> None:
         self._memory = ReusedMemory(_KEPT_BYTES)

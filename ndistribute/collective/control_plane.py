@@ -28,11 +28,12 @@ from ndistribute.transport.failures import sendable
 from ndistribute.transport.reach import why_absent
 from ndistribute.transport.waiting import SHOWN, WaitReport, shortened
 
-# After this time in a wait, a process asks the others about its call; rank 0 relays that.
+# After waiting this long, a process asks the others about its call; rank 0 relays the question.
 _ASK_SECONDS = 0.2
 _ASKING_AT_ONCE = 64
-_REPEAT_SECONDS = (0.05, 1.0)  # The least and the most time between two such questions.
-_GRACE_SECONDS = 1.0  # For an answer of rank 0, and for data after rank 0 has left.
+_REPEAT_SECONDS = (0.05, 1.0)  # The shortest and the longest time between two such questions.
+# How long to wait for an answer of rank 0, and for data after rank 0 has left.
+_GRACE_SECONDS = 1.0
 _REASON_CHARACTERS = 2000
 _LATE = " If they need more time, raise CommunicationOptions(timeout_seconds=...)."
 
@@ -43,7 +44,7 @@ class WaitMonitor:
     """The monitor of one wait in a collective, whose `check` the waiting code calls regularly.
 
     A backend whose data may arrive after its sender has left the step must create a monitor in
-    every call, which records on the sender that it has made the call.
+    every call. On the sender, the monitor records that the sender has made the call.
     """
 
     def __init__(self, plane: ControlPlane, call: Call) -> None:
@@ -53,16 +54,17 @@ class WaitMonitor:
         self._deadline, self._ask_at = start + call.timeout, start + _ASK_SECONDS
 
     def check(self, missing: Callable[[], Sequence[int]]) -> None:
-        """Raise if the group is broken, a rank in `missing()` is gone, or the timeout is over."""
+        """Raise if the group is broken, a rank in `missing()` is gone, or the time is over."""
         plane = self._plane
         plane.check()
         now = time.monotonic()
         if now < min(self._ask_at, self._deadline) and not plane.where.anyone_gone:
             return
-        # In this order: data that precedes a GoodBye has arrived when `missing` is called.
+        # This order matters: data that precedes a GoodBye has arrived when `missing` is called.
         gone = plane.where.gone(self._place)
         absent = missing()
-        # Rank 0 takes part in every call, and without it no process learns that another one failed.
+        # Rank 0 takes part in every call, and without it no process learns of another one's
+        # failure.
         cut_off = [0] if now > plane.cut_off_at + _GRACE_SECONDS else []
         for rank in [*absent, *cut_off]:
             if rank in gone:
@@ -95,10 +97,12 @@ class ControlPlane:
         self.others = frozenset(range(info.size)) - {info.rank}
         self.where = StepTracker()
         self.cut_off_at = float("inf")  # When rank 0 left and control messages ended.
-        self.wake: Callable[[], None] | None = None  # Ends the sleep of a call in shared memory.
+        self.wake: Callable[[], None] | None = None  # Wakes a call that sleeps in shared memory.
         self._info, self._check_start = info, check_start
-        self._broken: dict[int, star.StepFailure] = {}  # By generation; others may be ahead.
-        self._failures: dict[int, star.StepFailure] = {}  # By rank, in steps not over here.
+        # By generation; other processes may be ahead.
+        self._broken: dict[int, star.StepFailure] = {}
+        # By rank, in steps that this process has not left.
+        self._failures: dict[int, star.StepFailure] = {}
         self._lost: set[int] = set()
         self._closed = False
         self._process = os.getpid()
@@ -124,16 +128,18 @@ class ControlPlane:
         self.addresses = tuple(str(member["address"]) for member in self._members)
 
     def _begin(self, generation: int) -> None:
-        """Begin a generation of the group; the state of the last one is dropped."""
+        """Begin a generation of the group, and drop the state of the last generation."""
         self.generation = generation  # The number of recoveries.
         self._broken = {at: failed for at, failed in self._broken.items() if at >= generation}
-        # The failure that broke the current generation, and the exception if it is of this process.
+        # The failure that broke the current generation, and the exception if this process raised
+        # it.
         self.cause = self._broken.get(generation)
         self._origin: BaseException | None = None
-        self._raised_cause: star.StepFailure | None = None  # What this process has raised.
+        # The exceptions that this process has raised.
+        self._raised_cause: star.StepFailure | None = None
         self.raised = False  # Whether the user's code in this process has raised since `enter`.
         self._failed_at = BEFORE_ALL  # The last call before the user's code raised.
-        self._asked: set[Place] = set()  # Calls that others ask about.
+        self._asked: set[Place] = set()  # The calls about which others ask.
         self._exchanges = Counter[str]()  # Started exchanges by kind.
         self._passed: dict[_Key, dict[int, bytes]] = {}  # Pending exchanges.
         self.where.start_over()
@@ -156,7 +162,7 @@ class ControlPlane:
 
     @property
     def has_changed(self) -> bool:
-        """Whether the group is broken because of its members, not by an error in a step."""
+        """Whether a change of members, and not an error in a step, has broken the group."""
         cause = self.cause
         if cause is None:
             return bool(self.gone)
@@ -206,35 +212,36 @@ class ControlPlane:
 
     def leave(self) -> None:
         self.where.end_step()
-        self._origin = None  # Its traceback holds the step.
+        self._origin = None  # Its traceback keeps the objects of the step alive.
         if self._asked or self._failures:
             self._catch_up()
 
     def fail(self, cause: BaseException) -> None:
         """Report to the other processes that the user's code in this process raised.
 
-        Calls that this process has completed remain valid. A process that waits for a later call of
-        this one in this step raises the cause. If none does, the group is not broken.
+        Calls that this process has completed remain valid. A process that waits in this step for a
+        later call of this process raises the cause. If no process waits for one, the group is not
+        broken.
         """
-        if not isinstance(cause, Exception):  # An interrupt may have left a call half done.
+        if not isinstance(cause, Exception):  # An interrupt may have left a call incomplete.
             self.abort(cause)
         elif self.where.inside and not self.raised and self.cause is None:
             self._failed_at = self.where.last
             self.star.post(self._failure(cause, self._failed_at))
             self._asked.add((self._failed_at[0], END))  # `leave` answers, and asks the others.
-        self.raised = True  # Even if another process failed first.
+        self.raised = True  # Done even if another process failed first.
 
     def abort(self, cause: BaseException, *, after: Place | None = None) -> None:
-        """Break the group on all processes after a call: by default the last completed one.
+        """Break the group on all processes after a call: by default the last completed call.
 
-        The others have got all data of that call. The first cause counts, unless a later one allows
-        fewer calls.
+        The other processes have received all data of that call. The first cause counts, unless a
+        later cause allows fewer calls.
         """
         place = self.where.last if after is None else after
         self._break(self._failure(cause, place), notify=True, origin=cause)
 
     def announce(self, place: Place, *, made: bool) -> None:
-        """Report whether this process made or skipped a call; ask the processes that have not."""
+        """Report whether this process made or skipped a call; ask processes that did not report."""
         blob = star.MADE if made else star.SKIPPED
         self.star.post(star.Exchange(star.CALL, self.generation, place, {self.rank: blob}))
 
@@ -253,15 +260,15 @@ class ControlPlane:
         return call.error(errors.WorkerLostError, text, rank)
 
     def exchange(self, kind: str, blob: bytes, timeout: float) -> list[bytes]:
-        """Return what each process passed, in rank order; exchanges of one kind match in order."""
+        """Return the value of each process, in rank order; exchanges of one kind match in order."""
         self._exchanges[kind] += 1
         return self._meet(kind, blob, timeout, number=self._exchanges[kind])
 
     def recover(self, reset: Callable[[], None], timeout: float) -> None:
         """Repair a broken group and start its next generation; all processes must call this.
 
-        `reset` clears the data of failed calls in the transports. It runs when no process is in a
-        call any more, and before any process makes the next one.
+        `reset` clears the data of failed calls in the transports. It runs after all processes have
+        left their calls, and before any process makes the next call.
         """
         # Its key is the generation, not a count: after a timeout, a process can try again.
         total = str(self.where.total).encode()
@@ -297,7 +304,7 @@ class ControlPlane:
             self._part()
 
     def _settle(self, timeout: float) -> None:
-        """Wait until all others left the step in which this process failed, or the group breaks."""
+        """Wait until all others have left the step that failed here, or the group breaks."""
         end, deadline = (self._failed_at[0], END), time.monotonic() + timeout
         with self._changed:
             while not self.is_broken_here and self.cut_off_at == float("inf"):
@@ -327,10 +334,10 @@ class ControlPlane:
             except errors.CollectiveTimeoutError as error:
                 if self.cause is not None:
                     raise  # Another process has given up.
-                # If rank 0 has answered nothing, only it is known to be missing.
+                # If rank 0 has not answered, only rank 0 is known to be missing.
                 late = self._missing((star.JOIN, 0, BEFORE_ALL)) or [0]
                 if until < deadline:
-                    # Rank 0 tells for all who have reached it.
+                    # Rank 0 reports for all processes that have reached it.
                     report.tell(self._described(late) if self.rank == 0 or late == [0] else "")
                     continue
                 what = f"worker {self.rank} waited {timeout:g} s for {self._described(late)}."
@@ -344,9 +351,9 @@ class ControlPlane:
         self._data.open(addresses, self._members[0]["started"])  # Rank 0 chose this id.
 
     def _described(self, late: Sequence[int]) -> str:
-        """Return the names of missing processes, and what is at their addresses."""
+        """Return the names of missing processes, and what answers at their addresses."""
         names, known = [f"worker {rank}" for rank in late], self._info.addresses
-        if not known:  # As under MPI and torchrun.
+        if not known:  # This is so under MPI and torchrun.
             return f"{shortened(names)} to join at {self._info.first}"
         shown = [known[rank] for rank in late[:SHOWN]]
         for place, (address, why) in enumerate(zip(shown, why_absent(shown), strict=True)):
@@ -382,7 +389,7 @@ class ControlPlane:
                 self._refuse_gone(kind, missing)
                 now = time.monotonic()
                 if now >= deadline + (0.0 if missing else _GRACE_SECONDS):
-                    missing = missing or [0]  # It has not answered.
+                    missing = missing or [0]  # The process has not answered.
                     late = ", ".join(map(str, missing))
                     text = f"{kind}: worker {self.rank} waited {timeout:g} s for worker(s) {late}."
                     raise errors.CollectiveTimeoutError(text, rank=missing[0], op=kind)
@@ -394,7 +401,7 @@ class ControlPlane:
         return [passed[rank] for rank in range(self.size)]
 
     def _missing(self, key: _Key) -> list[int]:
-        """Return the ranks missing in an exchange; none if rank 0 has not answered yet."""
+        """Return the ranks that are missing in an exchange; none if rank 0 has not answered yet."""
         if self.cut_off_at < float("inf"):
             return [0]
         passed = self._passed[key]
@@ -431,7 +438,7 @@ class ControlPlane:
             wake()
 
     def _learn(self, message: star.Exchange) -> None:
-        """Record what others passed in an exchange; answer if they wait for this process."""
+        """Record the values of others in an exchange; answer if they wait for this process."""
         key = message.kind, message.generation, message.place
         if message.kind != star.CALL:
             if key in self._passed:
@@ -464,7 +471,7 @@ class ControlPlane:
         self.where.note_departed(rank, message.reason, message.made)
         for key, passed in self._passed.items():
             if len(passed) < self.size:
-                self._passed[key] = {}  # It may have passed something since this answer.
+                self._passed[key] = {}  # It may have passed a value since this answer.
         if message.failed:
             failed = self._failures.get(rank)
             if failed is None or failed.generation != self.generation:
@@ -485,10 +492,10 @@ class ControlPlane:
         self._break(self._failure(lost, BEFORE_ALL))
 
     def _cut_off(self, rank: int, why: str, generation: int) -> None:
-        """Break a generation of the group, whose data connection to a process has failed."""
+        """Break a generation of the group because its data connection to a process has failed."""
         if rank not in self.where.departed and not self._closed:
             text = f"{self.name_of(self.rank)} cannot reach {self.name_of(rank)}: {why}"
-            # Data of a completed call may be lost in the kernel, so no call counts.
+            # The kernel may have lost data of a completed call, so no call counts.
             lost = errors.WorkerLostError(text, rank=rank)
             self._break(self._failure(lost, BEFORE_ALL, generation), notify=True)
 
@@ -502,7 +509,7 @@ class ControlPlane:
     def _break(
         self, failed: star.StepFailure, *, notify: bool = False, origin: BaseException | None = None
     ) -> None:
-        """Break a generation, unless it is broken from the same or an earlier call on."""
+        """Break a generation, unless it is broken already from the same or an earlier call on."""
         with self._changed:
             known = self._broken.get(failed.generation)
             if failed.generation < self.generation or (known and failed.place >= known.place):
@@ -512,8 +519,9 @@ class ControlPlane:
             if failed.generation == self.generation:
                 self._origin = origin
                 self._raised_cause = self._raised_cause if origin is None else failed
-                self.cause = failed  # Last, because it is read without the lock.
-            self._broken[failed.generation] = failed  # Last: after an interrupt, this runs again.
+                self.cause = failed  # Set last, because it is read without the lock.
+            # Done last, so that this runs again after an interrupt.
+            self._broken[failed.generation] = failed
             self._changed.notify_all()
 
 

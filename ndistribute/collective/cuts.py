@@ -11,7 +11,8 @@ from typing import Any
 from ndistribute.collective.backend import Arrays, Call, Update
 from ndistribute.timeline import span
 
-# The total and the variable that it updates stay in a core's second-level cache.
+# The size of blocks: the total and the variable that it updates stay in a core's second-level
+# cache.
 _UPDATE_ELEMENTS = 64 * 1024
 # Cuts between owners are at multiples of this: 16 float32 are a cache line.
 OWNED_ALIGNMENT = 16
@@ -21,11 +22,12 @@ OWNED_ALIGNMENT = 16
 def owned_ranges(sizes: tuple[int, ...], owners: int, owner: int) -> list[tuple[int, int, int]]:
     """Cut concatenated flat leaves into balanced parts, and return the part of one owner.
 
-    A cut is between two leaves, or at a multiple of `OWNED_ALIGNMENT` inside one, so two owners
-    never write to one cache line. For that, it moves by at most half of the alignment.
+    A cut is between two leaves, or at a multiple of `OWNED_ALIGNMENT` inside a leaf, so two owners
+    never write to one cache line. For that, a cut moves from the even cut by at most half of the
+    alignment.
 
-    The result is non-empty ranges ``(leaf, start, stop)`` in ascending order, which the caller must
-    not change. The ranges of all owners together contain every element exactly once.
+    The result has non-empty ranges ``(leaf, start, stop)`` in ascending order; the caller must not
+    change it. The ranges of all owners together contain every element exactly once.
 
     >>> owned_ranges((40, 8, 60), owners=2, owner=0)
     [(0, 0, 40), (1, 0, 8)]
@@ -43,7 +45,7 @@ def owned_ranges(sizes: tuple[int, ...], owners: int, owner: int) -> list[tuple[
 
 
 def _owned_start(starts: list[int], owners: int, owner: int) -> int:
-    """Return the start of a part: the allowed place that is nearest to the even cut.
+    """Return the start of a part: the allowed position that is nearest to the even cut.
 
     The rounding is monotone in the even cut, so parts cannot overlap.
     """
@@ -66,7 +68,7 @@ def blocks(start: int, stop: int, block: int) -> Iterator[tuple[int, int]]:
 
 
 def update_in_blocks(call: Call, inputs: Arrays, totals: Arrays, update: Update) -> Any:
-    """Apply an update to complete totals, in the inputs' dtypes; return the result of `begin`."""
+    """Apply an update to the totals, in the inputs' dtypes; return the result of `begin`."""
     with span("update", call.title):
         prepared = update.begin()
         for leaf, (array, total) in enumerate(zip(inputs, totals, strict=True)):

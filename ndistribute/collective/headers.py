@@ -1,4 +1,4 @@
-"""The comparison of calls: of the replicas of a process, and of processes by their headers.
+"""The comparison of calls: among the replicas of a process, and among processes by headers.
 
 A header is sent with the first message of a call, or lies beside the data in shared memory. A
 mismatch raises an error that describes both calls.
@@ -42,7 +42,7 @@ def check_calls(calls: Sequence[Call]) -> None:
 
 
 def _mismatch(call: Call, rank: int, what: str, *, alike: bool) -> CollectiveMismatchError:
-    """Return the error for calls that differ; `alike`: only in shapes and dtypes."""
+    """Return the error for calls that differ; if `alike`, they differ only in shapes and dtypes."""
     advice = "make the same calls in the same order."
     if alike:
         hint = "; pad the batch, or use all_gather" if call.kind == "all_reduce" else ""
@@ -53,8 +53,8 @@ def _mismatch(call: Call, rank: int, what: str, *, alike: bool) -> CollectiveMis
 def encode_header(call: Call, count: int, step: int = 0, generation: int = 0) -> bytes:
     """Return the header of a call, which is the call number `count` on its wire.
 
-    With the number of the step, a call that is skipped in one step cannot match one of the next;
-    with the generation, messages of failed calls cannot match.
+    The header contains the number of the step, so a call that is skipped in one step cannot match a
+    call of the next step. It contains the generation, so messages of failed calls cannot match.
     """
     place = step & 0xFFFFFFFF, call.sequence, count & 0xFFFFFFFF
     said = _said(call.kind, call.op, call.signature, call.purpose)
@@ -81,7 +81,7 @@ worker 0 called broadcast(root=2). Every replica must make the same calls in the
     *_, their_step, their_sequence, their_number, _, their_words = _HEADER.unpack(theirs)
     shown, other = (text.rstrip(b"\0").decode("ascii", "replace") for text in (words, their_words))
     call = Call(sequence, shown.partition("(")[0])
-    if theirs[:4] != mine[:4]:  # Other data, or the message of a failed call.
+    if theirs[:4] != mine[:4]:  # These are other data, or the message of a failed call.
         about = f"worker {their_rank} sent no collective's header to worker {my_rank},"
         text = f"{about} which called {shown}. Do both run the same version of ndistribute?"
         raise call.error(CollectiveMismatchError, text, their_rank)

@@ -1,7 +1,7 @@
-"""Backends of two levels: first the members of each group reduce, then the groups.
+"""Backends of two levels: first the members of each group reduce, then the groups reduce.
 
-The replicas of a process are such a group, in one memory; the processes of a host are another.
-Levels can be nested. One member communicates for its group, so each group sends its data once.
+A group is the replicas of a process, which share its memory, or the processes of a host. Levels can
+be nested. One member communicates for its group, so each group sends its data once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOST_KEPT = 4
 
 
 class SingleReplicaBackend:
-    """The backend of a process's only replica, on a CPU: the bound methods of other backends."""
+    """The backend of a process's only replica, on a CPU: it calls other backends directly."""
 
     def __init__(self, threads: Backend, processes: Backend) -> None:
         self.rank, self.size = processes.rank, processes.size
@@ -60,7 +60,7 @@ class _TwoLevelBackend(Backend):
         self.size = sum(map(len, groups))
         self.device, self.owner, self.owners = inside.device, inside.owner, inside.owners
         self._inside, self._outside = inside, outside
-        self._readers = 1  # The replicas that read the same totals.
+        self._readers = 1  # The number of replicas that read the same totals.
 
     def merge(self, call: Call, value: Any, combine: Combine[T]) -> T:
         return self._inside.merge(call, value, combine)
@@ -76,7 +76,7 @@ class _TwoLevelBackend(Backend):
         """Reduce in each group, then over the groups, and update the part of this replica."""
         try:
             totals, prepared = self._reduce(call, inputs, op, update.begin)
-            # Owners in several memories read the same total, and the update may change it.
+            # Owners in several memories read the same total, but the update may change the total.
             read_by_others = self.owners < self._readers
             with span("update", call.title):
                 for leaf, part in owned_blocks(totals, self.owners, self.owner, BLOCK_BYTES):
@@ -86,12 +86,12 @@ class _TwoLevelBackend(Backend):
             self._inside.merge(call, None, lambda _: None)
             return prepared
         except BaseException as error:
-            # The other processes may already update.
+            # The other processes may already be updating.
             (self._inside if self._outside is None else self._outside).abort(error)
             raise
 
     def broadcast(self, call: Call, buffers: Arrays, root: int) -> None:
-        """Broadcast as a sum of the root's bytes and zeros, in which all members take part."""
+        """Broadcast by adding the root's bytes and zeros of all other members."""
         flats = [np.array(to_host(buffer)).view(np.uint8) for buffer in buffers]
         for flat in flats if self.rank != root else ():
             flat[...] = 0
@@ -104,10 +104,10 @@ class _TwoLevelBackend(Backend):
 
     @abstractmethod
     def _reduce(self, call: Call, inputs: Arrays, op: ReduceOp, begin: Begin) -> Reduced:
-        """Return the totals, valid until the next call, and the result of `begin`."""
+        """Return the totals, which are valid until the next call, and the result of `begin`."""
 
     def _reduce_outside(self, call: Call, sums: list[Array], op: ReduceOp) -> None:
-        """Reduce the sums of this group over all groups, if this member does so."""
+        """Reduce this group's sums over all groups, if this member communicates for its group."""
         if self._outside is not None:
             self._outside.all_reduce(call, sums, sums, _summed(op))
             for total in sums:
@@ -115,9 +115,9 @@ class _TwoLevelBackend(Backend):
 
 
 class ReplicaLevelBackend(_TwoLevelBackend):
-    """The backend of a replica: the groups are the replicas of each process, in one memory.
+    """The backend of a replica: a group is the replicas of a process.
 
-    `sums` returns arrays for sums, the same ones to all replicas of a process.
+    `sums` returns arrays for sums; all replicas of a process get the same arrays.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class ReplicaLevelBackend(_TwoLevelBackend):
 
 
 class HostLevelBackend(_TwoLevelBackend):
-    """The backend of a process: the groups are the processes of each host."""
+    """The backend of a process: a group is the processes of a host."""
 
     def __init__(
         self, inside: Backend, outside: Backend | None, groups: Sequence[Sequence[int]], rank: int
@@ -175,7 +175,7 @@ class HostLevelBackend(_TwoLevelBackend):
         self._sums = reused_sums(self.allocate)
 
     def all_gather(self, call: Call, inputs: Arrays) -> list[Array]:
-        """Gather the rows of each host, then those of all hosts by one process of each."""
+        """Gather the rows of each host; one process of each host then gathers those of all."""
         lengths = np.array([[len(rows) for rows in inputs]], np.int64)
         joined = self._inside.all_gather(call, [*inputs, lengths])
         if self._outside is not None:
@@ -205,13 +205,13 @@ class HostLevelBackend(_TwoLevelBackend):
         self._inside.all_reduce(call, wide, sums, _summed(op))
         self._reduce_outside(call, sums, op)
         self._inside.broadcast(call, sums, 0)
-        return sums, begin()  # Last, so that an earlier failure changes nothing.
+        return sums, begin()  # Done last, so that an earlier failure changes nothing.
 
 
 def reused_sums(allocate: Callable[..., Array | None]) -> Any:
-    """Return a function that returns arrays for sums; large ones by `allocate` if it has room."""
+    """Return a function that makes arrays for sums; large ones with `allocate` if it has room."""
 
-    @functools.lru_cache(maxsize=MOST_KEPT)  # Those of a step.
+    @functools.lru_cache(maxsize=MOST_KEPT)  # The sums of a step.
     def sums(leaves: tuple[LeafKey, ...]) -> list[Array]:
         large = sum(dtype.itemsize * size for dtype, size in leaves) >= SHARED_BYTES
         made = []

@@ -1,9 +1,9 @@
 """Meetings of the workers of an elastic job: how they agree on its next membership.
 
-Each process listens at its address from its start to its end, for meetings alone. Workers come to
-the lowest rank that they reach, which plans the next roster when `RosterMeeting` says that it is
-time, and answers all of them at once. A new group of processes has listeners of its own, so that no
-connection of an earlier group reaches it. Nothing here moves the state of a model.
+Each process listens at its address from its start to its end, for meetings only. Workers connect to
+the lowest rank that they can reach. This coordinator plans the next roster when `RosterMeeting`
+says that it is time, and answers all workers at once. A new group of processes opens new listeners,
+so that no connection of an earlier group reaches it. Nothing here moves the state of a model.
 """
 
 from __future__ import annotations
@@ -47,33 +47,33 @@ from ndistribute.transport.secret import credentials_of
 from ndistribute.transport.waiting import WaitReport
 
 _PURPOSE = "meeting"
-_REACH_SECONDS = 1.0  # For an answer: a stopped process accepts connections and is silent.
+_REACH_SECONDS = 1.0  # For an answer: a stopped process accepts connections, but is silent.
 _PAUSES = (0.002, 0.005, 0.01, 0.02, 0.05)
-_ALONE_SECONDS = 0.005  # Of a coordinator, until it asks those who are absent.
-_WATCH_SECONDS = 0.1  # Between two questions to a member that may have ended.
-_LOOK_SECONDS = 2.0  # Between two looks for a running job, of a worker that starts.
-_SUSPECT_SECONDS = 5.0  # Without an answer, of a member that the failure detector calls silent.
-_GRACE_SECONDS = 2.0  # For the coordinator's word on who is missing.
-_OVER_SECONDS = 20.0  # Without an answer of any member, until a newcomer gives up.
+_ALONE_SECONDS = 0.005  # Seconds that a coordinator waits before it asks the absent members.
+_WATCH_SECONDS = 0.1  # Seconds between two questions to a member that may have ended.
+_LOOK_SECONDS = 2.0  # Seconds between two searches of a starting worker for a running job.
+_SUSPECT_SECONDS = 5.0  # Without an answer, if the failure detector reports a member as silent.
+_GRACE_SECONDS = 2.0  # Seconds to wait until the coordinator says who is missing.
+_OVER_SECONDS = 20.0  # Seconds without an answer of any member after which a newcomer gives up.
 
 
 class NotAMember(errors.DistributeError):
-    """The job has gone on without this process, which may join it as a newcomer."""
+    """The job has continued without this process, which may join it as a newcomer."""
 
 
 class JobOver(errors.DistributeError):
-    """The job that a newcomer waits for has come to its end."""
+    """The job that a newcomer wants to join has ended."""
 
 
 class LoopOver(errors.DistributeError):
-    """The loop in which a newcomer waits to join has come to its end, with results."""
+    """The loop that a newcomer wants to join has ended, with results."""
 
     results: bytes = b""
 
 
 _ANSWERS = JobStatus | RosterPlan | Redirection
 _ELSEWHERE, _GONE = "elsewhere", "gone"
-_RAISED = NotAMember, errors.CollectiveTimeoutError, errors.WorkerLostError  # Also by others.
+_RAISED = NotAMember, errors.CollectiveTimeoutError, errors.WorkerLostError  # By others too.
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ class Meetings:
     """The meetings of one process; it listens at its address until `close`.
 
     Args:
-        addresses: of all workers that may start.
-        index: the place of this process among them.
-        task: its name in messages, such as ``"worker:1"``.
+        addresses: the addresses of all workers that may start.
+        index: the index of this process among them.
+        task: the name of this process in messages, such as ``"worker:1"``.
         limits: how many workers the job may have.
         timeout: the seconds that a meeting waits for workers.
     """
@@ -105,17 +105,17 @@ class Meetings:
             what = f"min_workers is {limits.min_workers}, and the cluster has {len(addresses)}"
             raise ValueError(f"{what} workers: lower it, or give more workers an address.")
         self.roster: Roster | None = None
-        self.results_of: Callable[[int], bytes] = lambda loop: b""  # For newcomers that skip it.
+        self.results_of: Callable[[int], bytes] = lambda loop: b""  # For newcomers to a later loop.
         self._addresses, self._index, self._task = list(addresses), index, task
         self._timeout, self._silence = timeout, silence_seconds()
         self._credentials = credentials_of(addresses)
         place, pid = addresses[index], os.getpid()
         process = host_identity(), host_identity({}), pid, _start_of(pid) or 0
         self.member = Member(task, secrets.token_hex(8), place, *process)
-        self._established: Roster | None = None  # The last one that is known to be, anywhere.
-        self._accepted: tuple[Roster, ...] = ()  # Later ones, which may form or may have formed.
+        self._established: Roster | None = None  # The last roster known to be established.
+        self._accepted: tuple[Roster, ...] = ()  # Later rosters, which may be established.
         self._meeting = RosterMeeting(limits, addresses)
-        # Where the arrivals wait for their answer, and since when.
+        # The connections on which arrivals wait for their answer, and since when.
         self._peers: dict[str, tuple[Peer, int, float]] = {}
         self._begun = 0.0  # When the meeting began that this process coordinates.
         self._host = ""  # The address of the coordinator that this process has gone to.
@@ -132,18 +132,18 @@ class Meetings:
         self._server = RpcServer(place, self._credentials, task, {_PURPOSE: self})
 
     def look(self) -> JobStatus | None:
-        """Return the status of a job that runs at the other addresses, or None, within 2 s."""
+        """Return, within 2 s, the status of a job that runs at the other addresses, or None."""
         return self._survey()[0]
 
     def tell(self, loop: int, admits: bool) -> None:
-        """Set what `look` returns to others, and whether newcomers may join in this loop."""
+        """Set the status that others see, and whether newcomers may join in this loop."""
         with self._changed:
             self._loop, self._admits = loop, admits
             self._answer_waiting()
 
     @property
     def newcomers_wait(self) -> bool:
-        """Whether somebody waits here who may join, and there is room."""
+        """Whether a newcomer waits here that may join, and there is room for it."""
         if not self._peers or self.roster is None or not self._admits:
             return False
         with self._changed:
@@ -153,12 +153,12 @@ class Meetings:
         """Meet the other workers, and return the next membership.
 
         Args:
-            report: what the others learn of this process.
-            suspects: ranks of the last planned roster that the failure detector calls silent.
+            report: the facts about this process that the others get.
+            suspects: ranks of the last planned roster that the failure detector reports as silent.
 
         Raises:
-            CollectiveTimeoutError: too few workers came in time; the text says who is missing.
-            NotAMember: the job has gone on without this process, or runs already.
+            CollectiveTimeoutError: too few workers came in time; the message names those missing.
+            NotAMember: the job has continued without this process, or already runs.
         """
         with self._arriving(report, suspects) as (arrival, listener):
             deadline, waiting = time.monotonic() + self._timeout, WaitReport(self._task)
@@ -180,12 +180,12 @@ class Meetings:
         """Wait as a newcomer until the job admits this process, and return the next membership.
 
         Raises:
-            JobOver: the job has come to its end.
-            LoopOver: the job is past the loop of the report.
-            WorkerLostError: no member of the job answers any more.
+            JobOver: the job has ended.
+            LoopOver: the job has finished the loop of the report.
+            WorkerLostError: no member of the job answers now.
         """
         report = msgspec.structs.replace(report, newcomer=True)
-        if self._accepted:  # It was admitted, and the group has not formed.
+        if self._accepted:  # This process was admitted, but the group has not formed.
             with contextlib.suppress(NotAMember):
                 return self.meet(report)
         in_order, since = False, time.monotonic()
@@ -204,7 +204,7 @@ class Meetings:
                     over = LoopOver(f"the job of {self._task} is past loop {report.loop}.")
                     over.results = status.results
                     raise over
-                if status.loop > report.loop:  # Another loop may begin, or the job end.
+                if status.loop > report.loop:  # Another loop may begin, or the job may end.
                     self._closing.wait(_LOOK_SECONDS / 4)
                     in_order, since = True, time.monotonic()
                     continue
@@ -216,7 +216,7 @@ class Meetings:
         raise self._late("a job to join")
 
     def establish(self, plan: RosterPlan) -> None:
-        """Record that the group of a plan has formed and has its state: it is the roster now."""
+        """Record that the group of a plan has formed and has its state: the plan is in force."""
         with self._changed:
             self._formed.set()
             self.roster = self._established = plan.roster
@@ -224,13 +224,13 @@ class Meetings:
             self._answer_waiting()
 
     def check(self, plan: RosterPlan) -> None:
-        """Raise WorkerLostError if a member of a plan has ended before its group has formed."""
+        """Raise WorkerLostError if a member of a plan has ended before the group has formed."""
         for member in plan.roster.members:
             if self._is_gone(member) or self._runs:
                 raise errors.WorkerLostError(f"{member.task} was lost before the group formed.")
 
     def leave(self) -> None:
-        """Tell the others that this process is no longer a member, so that nobody waits for it."""
+        """Tell the others that this process is no longer a member, so that none waits for it."""
         with self._changed:
             if self._left:
                 return
@@ -241,7 +241,7 @@ class Meetings:
         list(self._ask(others - {self.member.address}, Inquiry(leaving=name)))
 
     def close(self) -> None:
-        """Leave, and end all threads and connections; a second call does nothing."""
+        """Leave, and end all threads and connections; a second call has no effect."""
         if self._closing.is_set():
             return
         self.leave()
@@ -256,10 +256,10 @@ class Meetings:
             thread.join(timeout=2 * _REACH_SECONDS)
 
     def connected(self, peer: Peer) -> None:
-        """Nothing is to be done before its first request."""
+        """Do nothing: this waits for the first request."""
 
     def handle(self, peer: Peer, call: int, request: Any) -> Record | None:
-        """Answer at once, or keep an arrival until its meeting has a plan."""
+        """Answer a request at once, or keep an arrival until its meeting has a plan."""
         with self._changed:
             if isinstance(request, Inquiry):
                 if request.leaving:
@@ -273,7 +273,7 @@ class Meetings:
             return reply
 
     def disconnected(self, peer: Peer, died: bool) -> None:
-        """Forget who waited on this connection."""
+        """Forget the arrival that waited on this connection."""
         with self._changed:
             for name in [name for name, waits in self._peers.items() if waits[0] is peer]:
                 del self._peers[name]
@@ -299,7 +299,7 @@ class Meetings:
             return Redirection(_GONE)
         if arrival.report.newcomer and not arrival.rosters:
             here = self._status().address == self.member.address
-            # After a loop its newcomers wait on, to hear whether another one follows, or the end.
+            # After a loop, its newcomers wait until another loop begins or the job ends.
             waits = here and arrival.report.loop >= self._loop - (not self._admits)
             return None if waits else Redirection(_ELSEWHERE)
         newest = max((each.number for each in arrival.rosters), default=0)
@@ -317,7 +317,7 @@ class Meetings:
     def _go_to_lower_ranks(
         self, arrival: Arrival, deadline: float
     ) -> RosterPlan | Redirection | None:
-        """Return what the first reachable rank below answers, or None if there is none."""
+        """Return the answer of the first reachable lower rank, or None if there is none."""
         for member in self._below(arrival):
             if self._is_gone(member):
                 continue
@@ -332,7 +332,7 @@ class Meetings:
         return None
 
     def _below(self, arrival: Arrival) -> list[Member]:
-        """Return the members that coordinate rather than this process, the first one first."""
+        """Return the members that precede this process as coordinator, in order."""
         if not arrival.rosters:
             return [Member("", "", self._addresses[0])] if self._index else []  # Whoever it is.
         order = {each.instance: each for roster in arrival.rosters for each in roster.members}
@@ -341,13 +341,13 @@ class Meetings:
     def _go_to(
         self, address: str, arrival: Arrival, deadline: float, instance: str = ""
     ) -> RosterPlan | Redirection | None:
-        """Return what a coordinator answers, or None if it does not answer any more."""
+        """Return the answer of a coordinator, or None if it no longer answers."""
         arrival = msgspec.structs.replace(arrival, suspects=tuple(self._suspects))
         try:
             call = self._clients[address].start(arrival, timeout=_REACH_SECONDS)
         except errors.DistributeError as error:
             if isinstance(error, errors.AuthenticationError) and not arrival.rosters:
-                raise  # Later it only means that somebody else has the address.
+                raise  # Later it only means that another process has the address.
             return None
         with self._changed:
             self._host, heard = address, time.monotonic()
@@ -373,14 +373,14 @@ class Meetings:
             self._host = ""
 
     def _patience(self, instance: str) -> float:
-        """Return after how many seconds without an answer a member counts as silent."""
+        """Return the seconds without an answer after which a member counts as silent."""
         with self._changed:
             told = {name for each in self._meeting.arrivals.values() for name in each.suspects}
         suspected = instance in self._suspects | told
         return min(_SUSPECT_SECONDS, self._silence) if suspected else self._silence
 
     def _lead(self, arrival: Arrival, deadline: float) -> RosterPlan | None:
-        """Return the plan, or None if a lower rank answers, and this process goes there."""
+        """Return the plan, or None if a lower rank answers, to which this process then connects."""
         stop, waiting, pause, asked = threading.Event(), WaitReport(self._task), 0.001, set[str]()
         with self._changed:
             self._hinted = False
@@ -413,7 +413,7 @@ class Meetings:
                 self._meeting.depart(self.member.instance)
 
     def _decide(self) -> RosterPlan | str:
-        """Return the plan, which all have been sent that belong to it, or what is missing."""
+        """Return the plan, after sending it to all its members, or what is missing."""
         meeting = self._meeting
         for member in [*meeting.absent, *meeting.doubtful]:
             self._is_gone(member)
@@ -423,7 +423,7 @@ class Meetings:
         waited = time.monotonic() - self._begun
         decision = meeting.decide(waited, self._admits, secrets.token_hex(8))
         if isinstance(decision, RosterPlan):
-            # A process that was stopped reads what others sent before they went elsewhere.
+            # A process that was stopped may read messages of workers that have gone elsewhere.
             for name, (peer, *_) in list(self._peers.items()):
                 if not peer.is_waiting:
                     meeting.depart(name)
@@ -434,7 +434,7 @@ class Meetings:
         return decision
 
     def _ask_absent(self, arrival: Arrival, asked: set[str], stop: threading.Event) -> None:
-        """Start to ask each absent member whether it is there."""
+        """Start to ask each absent member whether it is running."""
         below = {each.instance for each in self._below(arrival)}
         for member in [*self._meeting.absent, *self._meeting.doubtful]:
             if member.instance not in asked:
@@ -458,7 +458,7 @@ class Meetings:
                 self._changed.notify_all()
 
     def _seek(self, member: Member) -> bool:
-        """Return whether a member answers; record what that proves of it, and of this process."""
+        """Return whether a member answers; record what that proves about it and this process."""
         status, last = self._ask_at(member.address, Inquiry()), self._rosters[-1:]
         if status is None:
             elsewhere = member.machine != self.member.machine
@@ -472,13 +472,13 @@ class Meetings:
         return status is not None
 
     def _watch(self, members: Sequence[Member], formed: threading.Event) -> None:
-        """Find out which members end or go on elsewhere before their group has formed."""
+        """Find out which members end, or continue elsewhere, before their group has formed."""
         while not formed.wait(_WATCH_SECONDS):
             for member in members:
                 self._seek(member)
 
     def _look_again(self, stop: threading.Event) -> None:
-        """Find out whether a job runs already, while this process waits for others to start."""
+        """Find out whether a job already runs while this process waits for others to start."""
         while not stop.wait(_LOOK_SECONDS):
             self._runs |= self.look() is not None
 
@@ -519,17 +519,17 @@ class Meetings:
         self._run(self._watch, others, self._formed)
         rank = roster.instances.index(self.member.instance)
         place = rank, len(addresses), addresses[0], addresses[rank], listener, self._credentials
-        # The number of the group is equal on all, and different in each plan.
+        # The number of the group is equal on all members, and different in each plan.
         info = ProcessInfo(*place, addresses=addresses, group=int(roster.id, 16) >> 1)
         return Joined(plan, info)
 
     def _forget(self) -> None:
-        """Belong to no job any more; who comes again is another member."""
+        """Leave the membership; if this process comes again, it is another member."""
         self.roster, self._established, self._accepted = None, None, ()
         self.member = msgspec.structs.replace(self.member, instance=secrets.token_hex(8))
 
     def _survey(self, loop: int = 0) -> tuple[JobStatus | None, bool]:
-        """Return the status of a running job, if any, and whether somebody did not answer."""
+        """Return the status of a running job, if any, and whether any process did not answer."""
         begun = time.monotonic()
         for status in self._ask({*self._addresses} - {self.member.address}, Inquiry(loop=loop)):
             if status is not None and status.number > 0:
@@ -542,11 +542,11 @@ class Meetings:
         for address in addresses:
             self._run(lambda place: replies.put(self._ask_at(place, request)), address)
         for _ in addresses:
-            with contextlib.suppress(queue.Empty):  # To look up a name may take longer.
+            with contextlib.suppress(queue.Empty):  # Looking up a name may take longer.
                 yield replies.get(timeout=2 * _REACH_SECONDS)
 
     def _ask_at(self, address: str, request: Record) -> JobStatus | None:
-        with contextlib.suppress(OSError, errors.DistributeError):  # Such as an unknown name.
+        with contextlib.suppress(OSError, errors.DistributeError):  # As for an unknown name.
             return self._clients[address].call(request)  # type: ignore[no-any-return]
         return None
 

@@ -1,8 +1,8 @@
-"""Who belongs to a job whose workers come and go, and when the next membership may be planned.
+"""The members of a job whose workers come and go, and when the next membership may be planned.
 
-It is pure: no sockets, no clock and no threads. `RosterMeeting` learns who has arrived, who is
-proven to have ended and who does not answer, and returns the plan of the next roster, or what it
-waits for. `may_go_on` is the rule that keeps two groups of workers from going on at once.
+The code is pure: it has no sockets, clock or threads. `RosterMeeting` is told which workers have
+arrived, have provably ended, or do not answer. It returns the plan of the next roster, or what it
+waits for. The rule `may_go_on` ensures that two groups of workers never continue the same job.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ndistribute.errors import WorkerLostError
 from ndistribute.transport.codec import Record
 from ndistribute.transport.waiting import shortened
 
-FIRST_WAIT_SECONDS = 30.0  # At the first start, for workers that have not come.
+FIRST_WAIT_SECONDS = 30.0  # How many seconds the first start waits for workers that have not come.
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,14 @@ class Elastic:
 
     Args:
         min_workers: with fewer workers the job waits for others, and fails after its timeout.
-        max_workers: more workers wait until there is room; None for as many as have an address.
-        batch: ``"constant"`` keeps the global batch and cuts it for the workers that are there;
-            ``"scaled"`` keeps the batch of each worker.
+        max_workers: further workers wait until there is room; None admits every worker that has an
+            address.
+        batch: ``"constant"`` keeps the size of the global batch and divides it among the current
+            workers; ``"scaled"`` keeps the size of each worker's batch.
 
     Raises:
-        ValueError: a limit is below 1, they cross, or `batch` is another word.
+        ValueError: a limit is below 1, `min_workers` is above `max_workers`, or `batch` is another
+            text.
 
     >>> Elastic(min_workers=2, max_workers=8)
     Elastic(min_workers=2, max_workers=8, batch='constant')
@@ -49,32 +51,33 @@ class Elastic:
 
 
 class Member(Record, frozen=True, eq=True):
-    """A process that belongs to a job; one that is started again is another member."""
+    """A process that belongs to a job; a process that is started again is another member."""
 
     task: str
-    instance: str  # Of this start of the process: its identity.
-    address: str  # Where it listens from its start to its end.
-    host: str = ""  # Equal where memory can be shared.
-    machine: str = ""  # Equal where process numbers mean the same processes.
+    instance: str  # The identity of this start of the process.
+    address: str  # The address at which it listens from its start to its end.
+    host: str = ""  # Equal for processes that can share memory.
+    machine: str = ""  # Equal for processes that see the same process numbers.
     pid: int = 0
-    started: int = 0  # In the kernel's clock, because numbers of processes return; 0 if unknown.
+    # The start time in the kernel's clock, because process numbers are reused; 0 if unknown.
+    started: int = 0
 
 
 class Doubt(Record, frozen=True, eq=True):
-    """Members who were left out of a roster without proof of their end.
+    """Members that were left out of a roster without proof that they have ended.
 
-    If all witnesses end, the absent ones may go on from the roster that they know.
+    If all witnesses end, the absent members may continue from the roster that they know.
     """
 
     absent: tuple[Member, ...]
-    witnesses: tuple[str, ...]  # Instances of those who went on.
+    witnesses: tuple[str, ...]  # The instances of the members that continued.
 
 
 class Roster(Record, frozen=True):
     """The members of a job in rank order, from one change to the next."""
 
     number: int
-    id: str  # Sixteen hexadecimal digits: two plans may have the same number.
+    id: str  # Sixteen hexadecimal digits, because two plans may have the same number.
     members: tuple[Member, ...]
     doubts: tuple[Doubt, ...] = ()
 
@@ -85,44 +88,45 @@ class Roster(Record, frozen=True):
 
 
 class WorkerReport(Record, frozen=True):
-    """What a worker brings to a meeting."""
+    """The facts about itself that a worker sends to a meeting."""
 
     unit: int = 0
     prepared: bool = False
     clean: bool = True
     kept: bool = False
-    uncounted: bool = False  # Whether its unit is complete without the sums at its end.
+    uncounted: bool = False  # Whether its unit is complete except for the sums at its end.
     loop: int = 0
     input: int = 0
     batch: int = 0
     newcomer: bool = False
     admits: bool = True  # Whether newcomers may join in its unit.
-    group_address: str = ""  # Where it would accept the connections of the new group.
+    # The address at which it would accept the connections of the new group.
+    group_address: str = ""
 
 
 class Arrival(Record, frozen=True):
-    """A worker that has come to a meeting, and what it knows of the job."""
+    """A worker that has come to a meeting, and what it knows about the job."""
 
     member: Member
     report: WorkerReport
-    established: Roster | None = None  # The last one that it knows to be established somewhere.
-    accepted: tuple[Roster, ...] = ()  # Later ones that were planned.
-    gone: tuple[str, ...] = ()  # Instances that it has proven to have ended.
+    established: Roster | None = None  # The last roster that it knows to be established somewhere.
+    accepted: tuple[Roster, ...] = ()  # Later rosters that were planned.
+    gone: tuple[str, ...] = ()  # Instances for which it has proof that they have ended.
     suspects: tuple[str, ...] = ()  # Instances that did not answer it.
 
     @property
     def rosters(self) -> list[Roster]:
-        """Return the rosters that may be in force for all that this worker knows."""
+        """Return the rosters that may be in force, as far as this worker knows."""
         return [*([] if self.established is None else [self.established]), *self.accepted]
 
 
 class RosterPlan(Record, frozen=True):
-    """The next roster, with what each member has reported, in rank order."""
+    """The next roster, with the reports of its members in rank order."""
 
     roster: Roster
     reports: tuple[WorkerReport, ...]
-    # What was in force before. A newcomer must know it: until the group has formed, those who have
-    # not heard of the plan may go on without it.
+    # The roster that was in force before. A newcomer must know it: until the group has formed,
+    # members that have not received the plan may continue without it.
     established: Roster | None = None
     accepted: tuple[Roster, ...] = ()
 
@@ -133,37 +137,37 @@ class RosterPlan(Record, frozen=True):
 
 
 class JobStatus(Record, frozen=True):
-    """What a process says about the job that it belongs to."""
+    """The answer of a process about the job to which it belongs."""
 
     instance: str
-    number: int = 0  # Of its last roster; 0 without one, -1 if it has left.
+    number: int = 0  # The number of its last roster; 0 without a roster, -1 if it has left.
     loop: int = 0
     admits: bool = False  # Whether newcomers may join in it.
-    address: str = ""  # Where newcomers wait.
+    address: str = ""  # The address at which newcomers wait.
     members: tuple[str, ...] = ()  # Instances that belong to it, or may belong to it.
-    results: bytes = b""  # Of the loop that was asked for.
+    results: bytes = b""  # The results of the loop that the inquiry names.
 
 
 class Inquiry(Record, frozen=True):
-    """The question for the `JobStatus`, or the good-bye of a member."""
+    """The question for the `JobStatus`, or the message with which a member leaves."""
 
     leaving: str = ""  # The instance of the member.
-    loop: int = 0  # Whose results a newcomer wants, if it is over.
+    loop: int = 0  # The loop whose results a newcomer wants, if the loop is over.
 
 
 class Redirection(Record, frozen=True):
-    """Why an arrival gets no plan: a word that both ends know, and the reason."""
+    """The answer to an arrival that gets no plan: a keyword, and the reason."""
 
     kind: str
     why: str = ""
 
 
 def may_go_on(roster: Roster, present: Collection[str], gone: Collection[str]) -> bool:
-    """Return True if no others can go on from this roster, or from one before it.
+    """Return True if no other workers can continue from this roster, or from an earlier one.
 
-    The present ones may if all others are proven to have ended; or if they are a majority of the
-    roster, or half of it with its rank 0, where those who ended count as absent. A witness of each
-    doubt must be present.
+    The present workers may continue if all others have provably ended. They may also continue if
+    they are a majority of the roster, or half of it with its rank 0; workers that have ended count
+    as absent. A witness of each doubt must be present.
 
     >>> five = Roster(1, "a", tuple(Member(f"worker:{i}", f"{i}", "") for i in range(5)))
     >>> may_go_on(five, "012", gone=""), may_go_on(five, "4", gone="0123")
@@ -182,21 +186,21 @@ def may_go_on(roster: Roster, present: Collection[str], gone: Collection[str]) -
 
 
 class RosterMeeting:
-    """The meeting at one coordinator: who has come, who is gone, and the plan when it is time.
+    """The meeting at one coordinator: which workers have come, which are gone, and the plan.
 
     Args:
-        limits: of the job.
-        addresses: of all workers that may start, in the order of their first ranks.
+        limits: the limits of the job.
+        addresses: the addresses of all workers that may start, in the order of their first ranks.
     """
 
     def __init__(self, limits: Elastic, addresses: Sequence[str]) -> None:
         self._limits, self._addresses = limits, list(addresses)
-        self.arrivals: dict[str, Arrival] = {}  # By instance, in the order of their coming.
+        self.arrivals: dict[str, Arrival] = {}  # By instance, in the order of arrival.
         self.gone: set[str] = set()  # Instances that ended or left.
         self.silent: set[str] = set()  # Instances that do not answer, though not proven to be gone.
 
     def arrive(self, arrival: Arrival) -> None:
-        """Take a worker, or take it again: its last arrival counts."""
+        """Record the arrival of a worker; if it arrives again, the last arrival counts."""
         for name, other in list(self.arrivals.items()):
             if other.member.address == arrival.member.address:
                 del self.arrivals[name]
@@ -205,7 +209,7 @@ class RosterMeeting:
         self.silent.discard(arrival.member.instance)
 
     def depart(self, instance: str) -> None:
-        """Forget a worker whose connection has ended: it comes again, or is proven to be gone."""
+        """Forget a worker whose connection has ended: it comes again, or its end gets proven."""
         self.arrivals.pop(instance, None)
 
     def lose(self, instance: str) -> None:
@@ -215,13 +219,13 @@ class RosterMeeting:
 
     @property
     def established(self) -> Roster | None:
-        """Return the newest roster that anybody knows to be established."""
+        """Return the newest roster that any arrival knows to be established."""
         known = [each.established for each in self.arrivals.values() if each.established]
         return max(known, key=lambda roster: roster.number, default=None)
 
     @property
     def accepted(self) -> tuple[Roster, ...]:
-        """Return the later rosters that anybody has accepted."""
+        """Return the later rosters that any arrival has accepted."""
         known = {each.id: each for come in self.arrivals.values() for each in come.accepted}
         since = self.established.number if self.established else 0
         ordered = sorted(known.values(), key=lambda roster: roster.number)
@@ -229,7 +233,7 @@ class RosterMeeting:
 
     @property
     def rosters(self) -> list[Roster]:
-        """Return the rosters from which others might go on: the rule must hold for each."""
+        """Return the rosters from which others might continue: the rule must hold for each."""
         return [*([self.established] if self.established else ()), *self.accepted]
 
     @property
@@ -238,7 +242,7 @@ class RosterMeeting:
         return {each.instance: each for roster in self.rosters for each in roster.members}
 
     def admitted(self, size: int, loop: int) -> list[Arrival]:
-        """Return the newcomers to a loop for whom a roster with so many members has room."""
+        """Return the newcomers to a loop for which a roster with so many members has room."""
         members, come = self.members, self.arrivals.items()
         newcomers = [each for name, each in come if each.report.newcomer and name not in members]
         waiting = [each for each in newcomers if each.report.loop == loop]
@@ -246,21 +250,21 @@ class RosterMeeting:
 
     @property
     def outsiders(self) -> list[Arrival]:
-        """Return those who belong to no roster in force, and did not come as newcomers."""
+        """Return the arrivals that belong to no roster in force, and did not come as newcomers."""
         members = self.members
         come = self.arrivals.items() if members else ()
         return [each for name, each in come if not each.report.newcomer and name not in members]
 
     @property
     def absent(self) -> list[Member]:
-        """Return the members who have neither come nor are proven to be gone."""
+        """Return the members that have not come, but are not proven to be gone either."""
         self._see_restarts()
         here = self.arrivals.keys() | self.gone
         return [member for name, member in self.members.items() if name not in here]
 
     @property
     def doubtful(self) -> list[Member]:
-        """Return those whose end, if it is proven, resolves a doubt."""
+        """Return the members whose end, once it is proven, resolves a doubt."""
         absent = {
             each.instance: each
             for roster in self.rosters
@@ -271,15 +275,15 @@ class RosterMeeting:
         return [member for name, member in absent.items() if name not in here]
 
     def decide(self, waited: float, admits: bool, new_id: str) -> RosterPlan | str:
-        """Return the next membership, or whom and what the meeting waits for.
+        """Return the next membership, or the workers and the event for which the meeting waits.
 
         Args:
-            waited: the seconds since the meeting has begun.
+            waited: the seconds since the meeting began.
             admits: whether newcomers may join.
             new_id: the identity of the roster that is planned.
 
         Raises:
-            WorkerLostError: all who had the state of the job have ended.
+            WorkerLostError: all workers that had the state of the job have ended.
         """
         if not self.rosters:
             return self._begin(waited, new_id)
@@ -309,7 +313,7 @@ class RosterMeeting:
         return self._plan([*staying, *coming], rosters[-1].number + 1, new_id, doubts, least)
 
     def _begin(self, waited: float, new_id: str) -> RosterPlan | str:
-        """Return the first roster of a job, if all workers or enough of them have come."""
+        """Return the first roster of a job, if all workers, or enough of them, have come."""
         come = [each for each in self.arrivals.values() if not each.report.newcomer]
         places = {each.member.address: each for each in come}
         starting = [places[address] for address in self._addresses if address in places]
@@ -339,13 +343,13 @@ class RosterMeeting:
         return RosterPlan(roster, reports, self.established, self.accepted)
 
     def _doubt(self, roster: Roster) -> Doubt:
-        """Return who of a roster is left out without proof, and who of it goes on."""
+        """Return which members of a roster are left out without proof, and which continue."""
         here = [name for name in roster.instances if name in self.arrivals]
         known = self.arrivals.keys() | self.gone
         return Doubt(tuple(m for m in roster.members if m.instance not in known), tuple(here))
 
     def _see_restarts(self) -> None:
-        """Record the end of each worker whose address a later start of it has."""
+        """Record the end of each worker that has been started again at the same address."""
         places = {each.member.address: name for name, each in self.arrivals.items()}
         for member in [*self.members.values(), *self.doubtful]:
             if places.get(member.address, member.instance) != member.instance:

@@ -1,9 +1,9 @@
 """The transport over MPI, and how a group starts and ends MPI.
 
 No call blocks inside MPI: operations are started and then polled, so each wait has a deadline and
-detects failures of other processes at once. MPI's own reductions are not used, because they add in
-no fixed order, do not compare calls, and cannot be cancelled when a rank fails. Only this file
-imports mpi4py, when MPI is first used.
+detects failures of other processes at once. MPI's own reductions are not used, because they do not
+add in a fixed order, do not compare calls, and cannot be cancelled when a rank fails. Only this
+file imports mpi4py, when MPI is first used.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ _SHORTEST_SLEEP, _LONGEST_SLEEP = 50e-6, 1e-3
 # the header of the old message then names another generation and is refused.
 _GENERATIONS = 4096
 _START_SECONDS = 300.0
-_ABSENT = "other ranks of MPI, which have not made the same strategy yet"  # It tells not which.
+# MPI does not say which process failed.
+_ABSENT = "other ranks of MPI, which have not made the same strategy yet"
 _LEAVE_SECONDS = 5.0  # after a failure
-_PATIENT_SECONDS = 24 * 3600.0  # Others may still work, and end the job if one of them fails.
+# Other processes may still work, and end the job if one of them fails.
+_PATIENT_SECONDS = 24 * 3600.0
 _FINALIZE_SECONDS = 30.0  # when all processes have reached it
 
 
@@ -44,7 +46,7 @@ class MpiTransport(Transport):
     # Measured with 2 processes on 2 cores and MPICH, 16 and 64 MiB: 2.4 and 7.4 ms in blocks of
     # 512 KiB, 1.8 and 6.9 ms of 1 MiB; its own Allreduce: 2.7 and 29 ms.
     block_bytes = 1024 * 1024
-    spin_seconds = 2e-3  # MPI wakes no sleeping process.
+    spin_seconds = 2e-3  # MPI does not wake a sleeping process.
 
     def __init__(self, peers: ControlPlane) -> None:
         super().__init__(peers)
@@ -76,7 +78,7 @@ class MpiTransport(Transport):
         return transfer
 
     def close(self) -> None:
-        """Drop all messages; later messages of failed calls match no tag."""
+        """Drop all messages; messages of failed calls that arrive later match no tag."""
         if _mpi().Is_finalized():  # At exit, MPI has released everything.
             return
         orphans = _world().orphans
@@ -97,13 +99,13 @@ class MpiTransport(Transport):
         return len(self._pending) < before
 
     def _test_all(self) -> None:
-        """Complete what has arrived: a header may explain a message that is too long."""
+        """Complete messages that have arrived: a header may explain one that is too long."""
         for transfer in self._pending:
             with contextlib.suppress(self._error):
                 transfer.test()
 
     def _sleep(self, idle: float) -> None:
-        # In proportion to the wait, so that waking late adds little.
+        # The pause grows in proportion to the wait, so that waking late adds little.
         time.sleep(min(max(_SHORTEST_SLEEP, idle / 20), _LONGEST_SLEEP))
 
 
@@ -128,7 +130,7 @@ class _MpiTransfer:
 
     def is_given_up(self) -> bool:
         """Cancel the message if MPI can; return True if MPI no longer uses its memory."""
-        if self.request is None:  # Interrupted: MPI may have the memory.
+        if self.request is None:  # After an interrupt, MPI may still use the memory.
             return False
         try:
             if self.receives and self.request:
@@ -160,7 +162,7 @@ class _World:
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
         self.exchanges = 0
         self.orphans: list[_MpiTransfer] = []  # MPI may still use their memory.
-        # The number of a group: how many exchanges there were before it.
+        # The number of a group is the number of exchanges before it.
         self.groups: weakref.WeakKeyDictionary[ControlPlane, int] = weakref.WeakKeyDictionary()
 
     def tag_of(self, peers: ControlPlane) -> int:
@@ -198,7 +200,7 @@ def _mpi() -> Any:
 
 
 def _finish(request: Any, seconds: float = _START_SECONDS, absent: str = _ABSENT) -> None:
-    """Poll an operation until it is done, or raise after a deadline; log who is `absent`."""
+    """Poll an operation until it is done, or raise after a deadline; log which are `absent`."""
     deadline, report = time.monotonic() + seconds, WaitReport("this process")
     pause = _SHORTEST_SLEEP
     while not request.Test():
@@ -213,8 +215,8 @@ def _finish(request: Any, seconds: float = _START_SECONDS, absent: str = _ABSENT
 def _leave(library: Any) -> None:
     """Finalize MPI together with all processes; give up if others are missing after a failure.
 
-    Finalize would wait forever for missing processes. If a process ends without it, `mpiexec` ends
-    the other processes too, which is right after a failure only.
+    Finalize would wait forever for missing processes. If a process ends without it, `mpiexec` also
+    ends the other processes, which is right only after a failure.
     """
     comm = library.COMM_WORLD
     failed = hasattr(sys, "last_value")

@@ -3,8 +3,9 @@
 The replicas of a process meet on the host, and the last to arrive launches the kernels of all of
 them: all GPUs of the process get their kernels, or none does. Other processes may make a different
 call or none, and NCCL's kernels would wait for them. So the processes compare their calls on the
-host while the GPUs work, and wait for the GPUs; a failure on one process aborts the kernels on all.
-The arguments of NCCL calls are computed first as plain data, which needs neither a GPU nor CuPy.
+host while the GPUs work, and then wait for the GPUs. A failure on one process aborts the kernels on
+all processes. The arguments of NCCL calls are computed first as plain data, which needs neither a
+GPU nor CuPy.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from ndistribute.timeline import span
 _log = logging.getLogger("ndistribute")
 
 _POLL_SECONDS = (10e-6, 200e-6)  # the first pause and the longest: short waits end promptly
-_CONNECT_SECONDS = 120.0  # for the GPUs of one process, when a strategy is made
+_CONNECT_SECONDS = 120.0  # to connect the GPUs of one process, when a strategy is made
 _END_SECONDS = 2.0  # NCCL may wait for other processes, which may be lost.
 
 
@@ -69,7 +70,7 @@ _REFUSED = {"f": ("MIN", "MAX"), "c": ("MIN", "MAX", "PROD")}
 
 # A method of a communicator and its arguments without the stream; constants are names.
 Launch = tuple[str, *tuple[int | str, ...]]
-Launches = Sequence[Sequence[Launch]]  # Of each replica.
+Launches = Sequence[Sequence[Launch]]  # The launches of each replica.
 
 
 class Wire(NamedTuple):
@@ -84,8 +85,8 @@ class Wire(NamedTuple):
 def reduction_wire(op: ReduceOp, dtype: Any) -> Wire | None:
     """Return the type and the operation with which NCCL computes the same as NumPy.
 
-    None means that each replica must gather and reduce by itself: NCCL has no products, minima and
-    maxima of complex numbers, and its minima and maxima of floats ignore NaN, unlike NumPy's.
+    None means that each replica must gather and reduce by itself. NCCL has no products, minima and
+    maxima of complex numbers. Its minima and maxima of floats ignore NaN, unlike NumPy's.
 
     >>> reduction_wire(ReduceOp.SUM, np.float16)
     Wire(dtype=dtype('float32'), elements='NCCL_FLOAT32', words=1, op='NCCL_SUM')
@@ -108,7 +109,7 @@ def reduction_wire(op: ReduceOp, dtype: Any) -> Wire | None:
 def gather_launches(nbytes: Sequence[int], rank: int, source: int, target: int) -> list[Launch]:
     """Return one rank's launches of an all-gather; with unequal sizes, a broadcast per rank.
 
-    `nbytes` are the contributions of all ranks; `source` and `target` are addresses.
+    `nbytes` has the bytes that each rank contributes; `source` and `target` are addresses.
 
     >>> gather_launches([8, 0, 4], rank=2, source=500, target=100)
     [('broadcast', 100, 100, 8, 'NCCL_UINT8', 0), ('broadcast', 500, 108, 4, 'NCCL_UINT8', 2)]
@@ -142,7 +143,8 @@ def _stage(
     count = cast.size * wire.words
     launch = "allReduce", _address(cast), _address(total), count, wire.elements, wire.op
 
-    def complete(kept: Array = cast) -> None:  # Keeps `cast` alive: a launch has only its address.
+    # This keeps `cast` alive: a launch has only its address.
+    def complete(kept: Array = cast) -> None:
         finish(op, total, size)
         if total is not output:
             output[...] = total
@@ -157,8 +159,8 @@ def _address(array: Array) -> int:
 class NcclBackend(Backend):
     """The backend of one replica on a GPU.
 
-    NCCL chooses the order of sums: all replicas hold the same bits, but not those of a sum in
-    replica order.
+    NCCL chooses the order of sums: all replicas hold the same bits, but a sum in replica order may
+    have other bits.
     """
 
     def __init__(self, group: _Group, index: int) -> None:
@@ -227,9 +229,9 @@ class NcclBackend(Backend):
 class _Group:
     """The state that the replicas of one process share: rendezvous, streams and communicators.
 
-    With one process, a launch returns when it is enqueued in the replicas' streams. With several,
-    it returns when the GPUs are done and all processes have made the same call. After each recovery
-    of the processes the GPUs connect anew.
+    With one process, a launch returns when it is enqueued in the replicas' streams. With several
+    processes, it returns when the GPUs are done and all processes have made the same call. After
+    each recovery of the processes, the GPUs connect again.
     """
 
     def __init__(
@@ -244,7 +246,8 @@ class _Group:
         self.size = sum(counts)
         self._generation = 0
         self._comms = _Communicators(b"", (), 0, 0)  # Nothing is connected.
-        self.close: Callable[[], Any] = lambda: None  # Ends the communicators, with a deadline.
+        # The function that ends the communicators, with a deadline.
+        self.close: Callable[[], Any] = lambda: None
 
     def launch(
         self, call: Call, everyone: Launches, begin: Begin | None = None, compared: bool = False
@@ -318,7 +321,7 @@ class _Group:
 
     def connect(self, call: Call) -> None:
         """Connect the GPUs of all processes; all processes call this together."""
-        self._comms.end("abort")  # Communicators of an earlier generation.
+        self._comms.end("abort")  # These are communicators of an earlier generation.
         self.close()
         peers, check = self._peers, self._watch(call)
         unique_id = b"" if peers is not None and peers.rank else _make_unique_id()
@@ -372,19 +375,21 @@ class _Group:
             raise
 
     def _disconnect(self, cause: BaseException) -> None:
-        """Abort the communicators; the next launch connects anew."""
+        """Abort the communicators; the next launch connects the GPUs again."""
         if self._peers is not None:
-            # First, and also for processes in an earlier call: NCCL may need all to abort.
+            # This comes first, also for processes in an earlier call: NCCL may need all processes
+            # to abort.
             self._peers.abort(cause, after=BEFORE_ALL)
         self._comms.end("abort")
 
 
 class _Communicators(threading.Thread):
-    """A thread that connects this process's GPUs with all others, and ends the communicators.
+    """A thread that connects this process's GPUs with all other GPUs, and ends the communicators.
 
-    NCCL waits for the other processes when it connects and when it ends, without a deadline. So
-    both happen on this thread, and callers wait with a deadline; a late connection is ended again.
-    The thread lives as long as the communicators, because no thread can start at exit.
+    NCCL waits without a deadline for the other processes when it connects and when it ends. So both
+    happen on this thread, and callers wait for it with a deadline. If a connection is made after
+    the deadline, the thread ends it. The thread lives as long as the communicators, because no
+    thread can start at exit.
     """
 
     def __init__(self, unique_id: bytes, streams: Sequence[Stream], first: int, size: int) -> None:
@@ -394,7 +399,7 @@ class _Communicators(threading.Thread):
         self._error: BaseException | None = None
         self._mutex = threading.Lock()  # Held while NCCL uses `open`.
         self._is_connected = threading.Event()
-        self._endings: queue.SimpleQueue[str] = queue.SimpleQueue()  # The first counts.
+        self._endings: queue.SimpleQueue[str] = queue.SimpleQueue()  # The first error counts.
 
     def connect(self, check: Callable[[], None]) -> None:
         """Wait until the GPUs are connected, or `check` raises."""
@@ -442,7 +447,7 @@ class _Communicators(threading.Thread):
         self._endings.put(how)
         if held:
             self._mutex.release()
-        # A finalizer may call this on the thread itself.
+        # A finalizer may call this method on the thread itself.
         if self._is_connected.is_set() and threading.current_thread() is not self:
             self.join(timeout=_END_SECONDS)
             if self.is_alive():
@@ -452,7 +457,8 @@ class _Communicators(threading.Thread):
         unique_id, streams, first, size = self._group
         comms: list[Any] = []
         try:
-            nccl_module().groupStart()  # A group, because each one waits for all others.
+            # NCCL needs a group here, because each communicator waits for all others.
+            nccl_module().groupStart()
             try:
                 for rank, stream in enumerate(streams, first):
                     with stream.use():
@@ -472,7 +478,7 @@ class _Communicators(threading.Thread):
 
 
 def _end_orderly(comms: _Communicators, peers: ControlPlane | None) -> None:
-    # Destroying needs all processes; those of a broken group may have aborted.
+    # Destroying needs all processes; processes of a broken group may have aborted.
     comms.end("destroy" if peers is None or peers.cause is None else "abort")
 
 
@@ -503,6 +509,6 @@ def _failures_named() -> Iterator[None]:
 
 
 def _rest(call: Call, deadline: float) -> Call:
-    """Return a call that waits until the deadline, in seconds rounded up to tenths for messages."""
+    """Return a call that waits until the deadline; messages round its seconds up to tenths."""
     left = math.ceil(10 * (deadline - time.monotonic())) / 10
     return call._replace(timeout=max(0.0, left))

@@ -1,8 +1,8 @@
 """Exchange of Python values between the processes of a job, without pickle.
 
-A value is encoded as JSON and the bytes of its arrays. Decoding creates only plain values,
-arrays and containers of them; a class of the user must exist in this process as a named tuple or
-dataclass with the same fields. Decoding imports nothing.
+A value is encoded as JSON and the bytes of its arrays. Decoding creates only plain values, arrays
+and containers of them, and imports nothing. A user's class must exist in this process as a named
+tuple or dataclass with the same fields.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ProcessGroup(Protocol):
 
 
 class PackedObject(Record, frozen=True):
-    """A value: its node as JSON, whose integers have any length, and the data of its arrays."""
+    """A value: its node as JSON, with integers of any length, and the data of its arrays."""
 
     text: str
     arrays: tuple[bytes, ...] = ()
@@ -58,7 +58,7 @@ def all_gather_object(group: ProcessGroup, value: Any) -> list[Any]:
         if isinstance(value, Exception):
             raise value
         encoded = pack(value)
-    except Exception as error:  # Any error, because the others wait.
+    except Exception as error:  # Every error is sent, because the other processes wait.
         encoded = encode(failure_of(error, _ERRORS))[0]
     data = np.frombuffer(encoded, np.uint8)
     sizes, joined = group.all_gather((np.array([data.size]), data), axis=0)
@@ -82,7 +82,7 @@ def unpack(data: bytes, teller: str = "") -> Any:
 
     Raises:
         MalformedError: the bytes are invalid, or name a class that is unknown here.
-        ValueError, TypeError: the value is such an error.
+        ValueError, TypeError: the value is one of these errors.
     """
     try:
         packed = _decoder.decode(data)
@@ -94,7 +94,7 @@ def unpack(data: bytes, teller: str = "") -> Any:
 
 
 class _Objects(Encoder):
-    """Encode arrays as numbers of their data, and named tuples and dataclasses by their names."""
+    """Encode arrays as indices of their data, and named tuples and dataclasses by their names."""
 
     kinds = frozenset({"float", "tuple", "dict"})
     others = ("$array", "$class")
@@ -148,7 +148,7 @@ def _class_named(name: str, fields: tuple[Any, ...]) -> Any:
     module, _, path = name.partition(":")
     value: Any = sys.modules.get(module)
     for part in path.split("."):
-        value = getattr(value, "__dict__", {}).get(part)  # Runs no code of the module.
+        value = getattr(value, "__dict__", {}).get(part)  # This runs no code of the module.
     known = isinstance(value, type) and fields and _fields_of(value) == fields
     return value if known else None
 

@@ -1,7 +1,7 @@
 """Reductions: how two values are combined, and in which dtype.
 
-Pure functions of arrays. Values are combined in the order of the list, so the result does not
-depend on which replica comes first. MEAN is SUM and one division in the accumulation dtype.
+The functions are pure. They combine values in the order of the list, so the result does not depend
+on which replica arrives first. MEAN is SUM followed by one division in the accumulation dtype.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ReduceOp(enum.Enum):
 
     @classmethod
     def parse(cls, op: ReduceOp | str) -> ReduceOp:
-        """Return the reduction of a name such as ``"sum"`` or ``"ReduceOp.SUM"``, in any case.
+        """Return the reduction with a name such as ``"sum"`` or ``"ReduceOp.SUM"``, in any case.
 
         Raises:
             ValueError: the name is unknown.
@@ -88,9 +88,9 @@ def reduce_arrays(op: ReduceOp, arrays: Sequence[Array], out: Array | None = Non
 
     Args:
         op: the reduction.
-        arrays: at least one array, all in the same memory; not changed unless one is `out`.
-        out: an array for the result, of that shape and of `result_dtype`; None: a new one. It may
-            be the first or second of `arrays` if these have the accumulation dtype.
+        arrays: at least one array, all in the same memory; none is changed, except `out`.
+        out: an array for the result, of that shape and of `result_dtype`; None means a new array.
+            It may be the first or second of `arrays` if these have the accumulation dtype.
 
     Returns:
         The result, of `result_dtype`.
@@ -127,15 +127,16 @@ def finish(op: ReduceOp, total: Array, count: int) -> None:
 def reduce_rows(
     rows: IndexedSlices, op: ReduceOp, size: int, gather: Callable[[Any], Any]
 ) -> IndexedSlices:
-    """Return the reduction over replicas, which all pass rows of arrays of the same shape.
+    """Return the sum or the mean, over the replicas, of rows of equally shaped arrays.
 
     Rows with equal indices are added on each replica first, then over replicas in order.
 
     Args:
-        rows: those of this replica.
-        op: SUM or MEAN; a row that a replica does not pass counts as zeros.
+        rows: the rows of this replica.
+        op: SUM or MEAN; a row counts as zeros for a replica that does not pass it.
         size: the number of replicas.
-        gather: concatenates a nest of arrays over the replicas, along the first axis.
+        gather: a function that concatenates a nest of arrays over the replicas, along the first
+            axis.
 
     Returns:
         The rows that at least one replica passed, with unique indices in ascending order.

@@ -1,9 +1,9 @@
 """The backend for processes without shared memory: executes schedules over a transport.
 
-Small arrays are packed into buckets, large ones are sent without a copy. Large buffers use a ring,
-which sends the fewest bytes; small ones use the fewest steps. While one block is combined, the next
-ones are in flight. A header precedes the first message to each rank, so ranks compare their calls.
-Float32 may be sent in 16 bits; it is still added in float32.
+Small arrays are packed into buckets; large arrays are sent without a copy. Large buffers use a
+ring, which sends the fewest bytes; small buffers use the algorithm with the fewest steps. While a
+block is combined, the next blocks are in flight. A header precedes the first message to each rank,
+so ranks compare their calls. Float32 may be sent in 16 bits; it is still added in float32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ndistribute.timeline import span
 # The most unfinished messages in each direction: one that is combined, one that arrives, and two
 # that keep the transport busy.
 WINDOW = 4
-# Larger arrays than a pack are split into messages of at least this size. A message costs 20 us, in
+# Arrays larger than a pack are split into messages of at least this size. A message costs 20 us, in
 # which twenty times as many bytes could be sent.
 LEAST_BYTES = 4 * 1024
 # Smaller arrays share a bucket: copying costs about 0.1 ms per MiB, a message 20 us.
@@ -39,7 +39,7 @@ SMALL_BYTES_OF_TWO = 256 * 1024
 SMALL_BYTES = 64 * 1024
 
 _PACKINGS = 16  # The most cached packings.
-# NumPy has no bfloat16: its bits are sent as integers.
+# NumPy has no bfloat16, so its bits are sent as integers.
 _ON_THE_WIRE = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(np.uint16)}
 _Space = dict[tuple[np.dtype[Any], int], Array]  # Receive buffers.
 
@@ -47,8 +47,8 @@ _Space = dict[tuple[np.dtype[Any], int], Array]  # Receive buffers.
 class RingBackend(Backend):
     """The backend of one process in a group of processes.
 
-    `connect` returns a transport; it is called again after a failure, when the old one is closed.
-    `ranks` are the participating ranks in order, including this one; None: all.
+    `connect` returns a transport; it is called again after a failure, when the old transport is
+    closed. `ranks` are the participating ranks in order, including this one; None means all ranks.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class RingBackend(Backend):
         self._small_bytes = min(small, self._block_bytes)
 
     def all_reduce(self, call: Call, inputs: Arrays, outputs: Arrays, op: ReduceOp) -> None:
-        """Reduce bucket by bucket; pack one while the one before is in flight."""
+        """Reduce bucket by bucket; pack a bucket while the previous bucket is in flight."""
         with self._begin(call) as runner:
             self._reduce(runner, inputs, outputs, op)
 
     def reduce_update(self, call: Call, inputs: Arrays, op: ReduceOp, update: Update) -> Any:
-        """Reduce everything, then update all of it, because this process owns all of its copies."""
+        """Reduce all arrays, then update all elements, because this process owns all its copies."""
         with self._begin(call) as runner:
             layout, buckets = self._reduce(runner, inputs, [None] * len(inputs), op)
             totals = list(inputs)  # Arrays without elements are in no bucket.
@@ -106,7 +106,7 @@ class RingBackend(Backend):
         return joined
 
     def broadcast(self, call: Call, buffers: Arrays, root: int) -> None:
-        """Send the root's bytes around the ring; add small buffers to zeros of the other ranks."""
+        """Send the root's bytes around the ring; add zeros of the other ranks to small buffers."""
         with self._begin(call) as runner:
             flats = [array.view(np.uint8) for array in buffers]
             small = [flat for flat in flats if flat.size <= self._small_bytes]
@@ -122,7 +122,7 @@ class RingBackend(Backend):
         self.peers.abort(cause)
 
     def reset(self) -> None:
-        """Start anew after a failure; all processes call this before the next call."""
+        """Start over after a failure; all processes call this before the next call."""
         self.transport.close()
         self._start()
 
@@ -147,7 +147,7 @@ class RingBackend(Backend):
     def _reduce(
         self, runner: Runner, inputs: Arrays, outputs: Sequence[Array | None], op: ReduceOp
     ) -> tuple[list[Packed], list[Bucket]]:
-        """Reduce inputs into outputs; for an output None, leave the total in its bucket."""
+        """Reduce inputs into outputs; if an output is None, leave the total in its bucket."""
         layout, moves = self._packing(tuple([(array.dtype, array.size) for array in inputs]))
         buckets = []
         for places, alone, codec, make_buffer in layout:
@@ -164,14 +164,14 @@ class RingBackend(Backend):
 
     def _make_packing(self, leaves: tuple[LeafKey, ...]) -> tuple[list[Packed], list[Move]]:
         """Return which arrays share a bucket, and the moves of this rank."""
-        # As for sums: means of integers have become means of floats above.
+        # Means are reduced like sums: means of integers have become means of floats above.
         wide = [(accumulation_dtype(ReduceOp.SUM, dtype), size) for dtype, size in leaves]
         layout, lengths = [], []
         for dtype, places in pack(wide, self._bucket_bytes):
             leaf, last = next(reversed(places.items()))
             alone = leaf if len(places) == 1 and leaves[leaf][0] == dtype else None
             codec = compressed_dtype(self._wire_dtype, dtype)
-            # Zeros, because the gaps between arrays are reduced as well.
+            # The buffer starts as zeros, because the gaps between arrays are reduced as well.
             make_buffer = functools.cache(functools.partial(np.zeros, last.stop, dtype))
             layout.append(Packed(places, alone, codec, make_buffer))
             itemsize = dtype.itemsize if codec is None else codec.itemsize
@@ -180,19 +180,19 @@ class RingBackend(Backend):
         return layout, plan_reduce(self.size, self.rank, lengths, *sizes)
 
     def _gather(self, runner: Runner, flats: list[Array], lengths: list[list[int]]) -> None:
-        """Send the chunks of all ranks around the ring; `lengths` has their elements per array."""
+        """Send all ranks' chunks around the ring; `lengths` has their lengths for each array."""
         chunks = [(each, flat.itemsize) for each, flat in zip(lengths, flats, strict=True)]
         moves = plan_gather(self.rank, chunks, self._block_bytes)
         runner.run(moves, [Bucket(flat, flat) for flat in flats], ReduceOp.SUM)
 
 
 class Packed(NamedTuple):
-    """The arrays that share a bucket; cached, so a training step allocates nothing."""
+    """The arrays that share a bucket; they are cached, so a training step allocates nothing."""
 
     places: dict[int, slice]
     alone: int | None  # The only array, which is sent without a copy.
     codec: np.dtype[Any] | None
-    make_buffer: Callable[[], Array]  # Returns the same buffer each time.
+    make_buffer: Callable[[], Array]  # A function that returns the same buffer each time.
 
 
 class Bucket(NamedTuple):
@@ -217,8 +217,8 @@ class Bucket(NamedTuple):
 class Runner:
     """Executes the moves of one call, with several messages in flight.
 
-    The contribution and the total of a large array may be in different arrays, so nothing is copied
-    into a buffer or out of one. An exception in the ``with`` block aborts the call on all ranks.
+    The contribution and the total of a large array may be in different arrays, so no data is copied
+    into or out of a buffer. An exception in the ``with`` block aborts the call on all ranks.
     """
 
     def __init__(self, ring: RingBackend, header: bytes, title: str) -> None:
@@ -236,9 +236,9 @@ class Runner:
             self._peers.abort(error)
 
     def run(self, moves: Sequence[Move], buckets: Sequence[Bucket], op: ReduceOp) -> None:
-        """Execute the moves in order, and start messages of later moves early.
+        """Execute the moves in order, and start the messages of later moves early.
 
-        Without moves, the ranks still compare their calls.
+        If there are no moves, the ranks still compare their calls.
         """
         self._moves, self._buckets, self._op = moves, buckets, op
         self._combine = getattr(np, op.ufunc)
@@ -287,7 +287,7 @@ class Runner:
         self._end()
 
     def _meet_at(self, reach: int) -> Handle:
-        """Send the header to the rank at distance `reach` ahead; expect one from behind.
+        """Send the header to the rank `reach` ahead, and expect one from the rank `reach` behind.
 
         If all ranks do so with distance 1, all calls are compared, whatever each rank's schedule.
         """
@@ -298,7 +298,7 @@ class Runner:
         return self._expect((self._rank - reach) % size)
 
     def _post(self, peer: int, *arrays: Array) -> Handle:
-        """Start to send to a peer; the header of the call precedes the first message."""
+        """Start to send to a peer; before the first message, send the header of the call."""
         if peer not in self._greeted:
             self._greeted.add(peer)
             arrays = np.frombuffer(self._header, np.uint8), *arrays
@@ -310,14 +310,15 @@ class Runner:
         if handle is None:
             mine, theirs = self._header, np.empty(HEADER_BYTES, np.uint8)
             here, there = self._ranks[self._rank], self._ranks[peer]
-            # It does not refer to `self`: a reference cycle would keep the arrays of the call.
+            # The function does not refer to `self`: a reference cycle would keep the arrays of the
+            # call.
             handle = self._expected[peer] = self._transport.irecv(
                 there, theirs, lambda: compare_headers(mine, theirs.tobytes(), here, there)
             )
         return handle
 
     def _ask(self, index: int, now: int) -> bool:
-        """Start the receive of a move, if its place is free."""
+        """Start to receive the message of a move, if the message's place is free."""
         move = self._moves[index]
         receive = move.receive
         if receive is None:
@@ -335,7 +336,7 @@ class Runner:
         return True
 
     def _send(self, index: int, now: int) -> bool:
-        """Start the send of a move, if the data that it forwards has arrived."""
+        """Start to send the message of a move, if the data that it forwards has arrived."""
         move = self._moves[index]
         send = move.send
         if send is None:
@@ -347,7 +348,8 @@ class Runner:
         if bucket.codec is not None:
             values = compress(values, np.empty(values.size, bucket.codec))
         handle = self._post(send.peer, values)
-        if bucket.codec is None:  # Otherwise nobody needs the handle, and it would keep its block.
+        # Otherwise the handle is not needed, and would keep its block in memory.
+        if bucket.codec is None:
             self._sends[index] = handle
         return True
 
@@ -373,7 +375,7 @@ class Runner:
             if move.total:
                 finish(self._op, target, len(self._ranks))
         if move.total and bucket.codec is not None:
-            # The others get the compressed total; the owner must hold the same bits.
+            # The other ranks get the compressed total; the owner must hold the same bits.
             decompress(compress(target, np.empty(target.size, bucket.codec)), target)
 
     def _is_free(self, move: Move, *, wait: bool) -> bool:
@@ -400,7 +402,7 @@ class Runner:
             self._transport.end()
 
     def _slot(self, dtype: np.dtype[Any], number: int, length: int) -> Array:
-        """Return a receive buffer, valid until the next one of that dtype and number."""
+        """Return a receive buffer; the next call with that dtype and number reuses it."""
         space = self._space.get((dtype, number))
         if space is None or space.size < length:
             space = self._space[dtype, number] = np.empty(length, dtype)

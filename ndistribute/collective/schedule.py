@@ -12,10 +12,11 @@ ring_all_gather                n - 1               all but the next rank's chunk
 recursive_doubling_all_reduce  floor(log2 n) (+2)  length in each step that sends
 =============================  ==================  ===========================================
 
-The steps of all buffers become moves, which record their dependencies, so that several messages are
-in flight: a send waits for the data that it forwards, a receive for the send that still reads its
-place. Ranges in a schedule are equal or disjoint: blocks are reduced and forwarded as received.
-A message per array (leaf) would cost a latency each, so small leaves of one dtype share a buffer.
+The steps of all buffers become moves. Moves record their dependencies, so that several messages can
+be in flight: a send waits for the data that it forwards, and a receive waits for the send that
+still reads its place. Ranges in a schedule are equal or disjoint, so blocks are reduced and
+forwarded as they were received. Each message costs a latency, so small leaves (arrays) of the same
+dtype share a buffer.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from ndistribute.transport.buffers import ALIGNMENT
 
 
 class Action(enum.Enum):
-    """How received elements are combined; the side is fixed, because rounding depends on it."""
+    """How received elements are combined; their side is fixed, because rounding depends on it."""
 
     COPY = "mine = received"
     REDUCE_LEFT = "mine = received + mine"
@@ -57,8 +58,8 @@ class Message(NamedTuple):
 class ScheduleStep(NamedTuple):
     """A send and a receive at the same time; the next step starts when both are done.
 
-    The two ranges are disjoint, or equal and then reduced, so no receive overwrites data that is
-    being sent.
+    The two ranges are disjoint, or they are equal and the received data is reduced, so no receive
+    overwrites data that is being sent.
     """
 
     send: Message | None = None
@@ -73,7 +74,7 @@ class Move(NamedTuple):
     send: Message | None
     receive: Message | None
     action: Action
-    after: int  # The number of moves that must have received before this sends.
+    after: int  # The number of moves that must have received data before this move sends.
     blocked_by: int  # The last move whose send reads the received range, or -1.
     adds_own: bool  # Whether received data is combined with this rank's contribution.
     total: bool  # Whether the result is the total of all ranks.
@@ -86,12 +87,12 @@ def pack(
 
     The last leaf comes first, in the order of a backward pass: Li et al., "PyTorch Distributed:
     Experiences on Accelerating Data Parallel Training", 2020, section 3.2.3. A leaf is never split;
-    one that is larger than `bucket_bytes` has a bucket of its own.
+    a leaf larger than `bucket_bytes` gets a separate bucket.
 
-    Per bucket, in the order in which they fill, the result has its dtype and the places of its
-    leaves by their indices, in ascending order. Places start at multiples of 64 bytes. Reductions
-    also process the gaps between them, so a buffer must start as zeros to avoid floating-point
-    warnings.
+    For each bucket, in the order in which the buckets fill, the result has the bucket's dtype and
+    the places of its leaves by their indices, in ascending order. Places start at multiples of 64
+    bytes. Reductions also process the gaps between them, so a buffer must start as zeros to avoid
+    floating-point warnings.
 
     >>> f4 = np.dtype(np.float32)
     >>> for _, places in pack([(f4, 100), (f4, 20), (f4, 0), (f4, 3)], bucket_bytes=256):
@@ -100,7 +101,7 @@ def pack(
     {0: slice(0, 100, None)}
     """
     buckets: list[tuple[np.dtype[Any], dict[int, slice]]] = []
-    filling: dict[np.dtype[Any], tuple[dict[int, slice], int]] = {}  # With its length.
+    filling: dict[np.dtype[Any], tuple[dict[int, slice], int]] = {}  # With the length so far.
     for leaf in reversed(range(len(leaves))):
         dtype, size = leaves[leaf]
         if size == 0:
@@ -128,11 +129,12 @@ def plan_reduce(
     Args:
         size: the number of ranks.
         rank: the rank whose moves these are.
-        buckets: per buffer its length, the bytes of an element, and whether it must use the ring.
-            It must if values are compressed: two ranks that exchange compressed values would get
-            different totals.
-        small_bytes: buffers up to this size use the fewest steps, larger ones the ring.
-        block_bytes: the most bytes of a message.
+        buckets: for each buffer its length, the bytes of an element, and whether it must use the
+            ring. It must use the ring if values are compressed: two ranks that exchange compressed
+            values would get different totals.
+        small_bytes: buffers up to this size use the algorithm with the fewest steps; larger buffers
+            use the ring.
+        block_bytes: the maximum number of bytes of a message.
 
     >>> [move.after for move in plan_reduce(2, 0, [(6, 4, False)], small_bytes=0, block_bytes=8)]
     [0, 0, 1, 2]
@@ -152,8 +154,8 @@ def plan_gather(
 ) -> list[Move]:
     """Return the moves of an all-gather of several buffers.
 
-    `buckets` has per buffer the lengths of all ranks' chunks, and the bytes of an element. If only
-    one rank has elements, this is a broadcast.
+    `buckets` has for each buffer the lengths of all ranks' chunks, and the bytes of an element. If
+    only one rank has elements, the all-gather is a broadcast.
     """
     programs = []
     for lengths, itemsize in buckets:
@@ -165,8 +167,8 @@ def plan_gather(
 def segmented(steps: Sequence[ScheduleStep], block: int) -> list[ScheduleStep]:
     """Split all messages of a schedule into blocks, with bit-identical results.
 
-    Then received data is combined while it is in the cache, and the runner needs scratch memory for
-    a block instead of a chunk. `block` is in elements, and must be the same on all ranks.
+    With blocks, received data is combined while it is in the cache, and the runner needs scratch
+    memory for a block instead of a chunk. `block` is a number of elements, the same on all ranks.
 
     >>> [step.send for step in segmented([ScheduleStep(send=Message(1, 0, 5))], block=3)]
     [Message(peer=1, start=0, stop=3), Message(peer=1, start=3, stop=5)]
@@ -188,8 +190,9 @@ def ring_all_reduce(size: int, rank: int, length: int) -> list[ScheduleStep]:
 
     Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
     Journal of Parallel and Distributed Computing 69(2), 2009. Each element is summed once and
-    then copied, so all ranks hold the same bits. The order is fixed, but starts at another rank in
-    each chunk: the sum of chunk c is ``(((x[c+1] + x[c+2]) + ... + x[n-1]) + x[0]) + ... + x[c]``.
+    then copied, so all ranks hold the same bits. The order is fixed, but each chunk starts at
+    another rank: the sum of chunk c is ``(((x[c+1] + x[c+2]) + ... + x[n-1]) + x[0]) + ... +
+    x[c]``.
 
     >>> [(step.receive, step.action.name) for step in ring_all_reduce(2, 0, length=5)]
     [(Message(peer=1, start=0, stop=3), 'REDUCE_LEFT'), (Message(peer=1, start=3, stop=5), 'COPY')]
@@ -201,7 +204,8 @@ def ring_all_reduce(size: int, rank: int, length: int) -> list[ScheduleStep]:
 def ring_all_gather(rank: int, cuts: Sequence[int]) -> list[ScheduleStep]:
     """Return the all-gather in which rank r contributes chunk r, in its place in the buffer.
 
-    `cuts` are the starts of the chunks, which may have different lengths, and the end of the last.
+    `cuts` has the starts of the chunks, which may have different lengths, and the end of the last
+    chunk.
     """
     return _ring(rank, cuts, rank, Action.COPY)
 
@@ -237,7 +241,7 @@ def recursive_doubling_all_reduce(size: int, rank: int, length: int) -> list[Sch
 
 
 def chunk_cuts(length: int, chunks: int) -> tuple[int, ...]:
-    """Return the starts of balanced chunks and the end of the last; the first are longer by one.
+    """Return the starts of balanced chunks and the last end; the first have one element more.
 
     >>> chunk_cuts(length=8, chunks=3)
     (0, 3, 6, 8)

@@ -1,8 +1,8 @@
 """The shared memory of the processes of one host: a page of counters and a bucket for each.
 
-All processes map one anonymous file. It has no name, so nothing has to be deleted: the kernel frees
-it when the last process has ended, however it ends. A bucket may grow as large as the host's
-memory, and uses memory only where it was written, so it is never mapped again.
+All processes map one anonymous file. It has no name, so no process has to delete it: the kernel
+frees it when the last process has ended, however it ends. A bucket can hold as many bytes as the
+host's memory, but uses memory only where it was written. So it never has to be mapped again.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ from ndistribute.timeline import span
 from ndistribute.transport.buffers import ALIGNMENT, make_file, padded
 from ndistribute.transport.failure_detector import not_for_forks
 
-# The page of each process: its counter, and the headers of its last two calls. In the first page
-# are a futex, and what the counters have to reach before whoever sleeps there is woken.
+# The page of each process: its counter, and the headers of its last two calls. The first page also
+# contains a futex, and the value that the counters must reach before the processes that sleep there
+# are woken.
 _PAGE = 64 * 1024  # A multiple of all page sizes.
 _COUNTER, _FUTEX, _AWAITED, _HEADERS = 0, 64, 72, 128
-_NONCE_BYTES = 16  # At the place of the first header.
+_NONCE_BYTES = 16  # The futex is at the place of the first header.
 _START_SECONDS = 60.0
 
 # Spins of about 40 ns each: the time in which a process with equal work arrives.
 _LOOKS = 1000
-# Until then, a waiting process yields its core but does not sleep: waking up costs 60 to 100 us,
-# which is much for a small call.
+# For this long, a waiting process yields its core but does not sleep: waking up costs 60 to 100 us,
+# which is long for a small call.
 _YIELD_SECONDS = 300e-6
 _CHECK_SECONDS = 0.05
 
@@ -55,12 +56,12 @@ _ORDERED = {"x86_64", "amd64", "i386", "i686"}
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, missing in the module mmap.
 
 # Linux's futex wakes sleeping processes: the locks of Python and of the C library either do not
-# reach other processes, or need an owner that lives. Where the number of its system call is
-# unknown, a process wakes up regularly instead.
+# work between processes, or fail if their owner dies. If the number of the system call is unknown,
+# a process wakes up regularly instead.
 _NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
 _NUMBER = _NUMBERS.get(platform.machine()) if sys.maxsize > 1 << 32 else None
 _WAIT, _WAKE, _ALL = 0, 1, (1 << 31) - 1
-_SLEEP_SECONDS = 1e-3  # Where nobody can wake this process.
+_SLEEP_SECONDS = 1e-3  # Seconds between wake-ups if no process can wake this one.
 
 _call = ctypes.CDLL(None).syscall
 _word, _time = ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_long * 2)
@@ -72,9 +73,9 @@ class Segment:
     """The shared memory and the barrier of the processes of this host.
 
     All processes make the same calls, and in each call `begin`, `arrive` and `wait` equally often.
-    After `wait`, a process sees all data that the others wrote before they called `arrive`. This
-    process is number `rank` of the `ranks` of this host. `allocate` does not use the first `head`
-    bytes of a bucket.
+    After `wait`, a process sees all data that the others wrote before they called `arrive`. `ranks`
+    has the ranks of this host's processes; the attribute `rank` is the index of this process there.
+    `allocate` does not use the first `head` bytes of a bucket.
 
     Raises:
         DistributeError: the memory cannot be created or mapped.
@@ -89,7 +90,7 @@ class Segment:
         whole: Array = np.frombuffer(self._memory, np.uint8)
         self._buckets = whole[size * _PAGE :].reshape(size, -1)
         self._head, self._free = head, self._buckets.shape[1]
-        self._slots: dict[int, list[ArrayOwner]] = {}  # The arrays of `allocate`, by length.
+        self._slots: dict[int, list[ArrayOwner]] = {}  # The arrays that `allocate` made, by length.
         self._start = _address(self._buckets[self.rank])
         pages = [memoryview(self._memory)[rank * _PAGE :][:_PAGE] for rank in range(size)]
         self._counters = [page[_COUNTER : _COUNTER + 8].cast("Q") for page in pages]
@@ -168,7 +169,8 @@ class Segment:
 
     def _wake_all(self) -> bool:
         """Return True if all processes have arrived, and wake those that sleep."""
-        self._order()  # Of two processes that write and then read, one sees what the other wrote.
+        # If two processes each write and then read, at least one sees what the other wrote.
+        self._order()
         if complete := self._is_complete():
             self._awaited[0] = 0
             self._futex.wake()
@@ -187,7 +189,7 @@ class Segment:
     def allocate(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
         """Return an array in this process's bucket, or None if the bucket is full.
 
-        The memory is reused when nobody holds the array or a view of it.
+        The memory is reused when no reference to the array or to a view of it is left.
         """
         used = math.prod(shape) * dtype.itemsize
         nbytes = padded(max(used, 1))
@@ -199,7 +201,8 @@ class Segment:
             start = self._free - nbytes
             if start < self._head or not COUNTS_INCLUDE_VIEWS or not self._populate(start):
                 return None
-            # A view of memory, not of an array, because views of views refer to the first array.
+            # This is a view of memory, not of an array, because views of views refer to the first
+            # array.
             memory = self._buckets[self.rank, start : self._free].data
             slot = ArrayOwner(np.frombuffer(memory, np.uint8))
             slots.append(slot)
@@ -217,12 +220,12 @@ class Segment:
         return True
 
     def place_of(self, array: Array) -> int | None:
-        """Return the offset of an array of `allocate` in the bucket, or None for other arrays."""
+        """Return the offset in the bucket of an array from `allocate`, or None for other arrays."""
         place = _address(array) - self._start
         return place if 0 <= place < self._buckets.shape[1] else None
 
     def reset(self) -> None:
-        """Start anew; all processes call this while none of them is in a call."""
+        """Start over; all processes call this while none of them is in a call."""
         self._arrived = self._calls = 0
         self._header = None
         self._counters[self.rank][0] = 0
@@ -233,7 +236,7 @@ class Segment:
         self._slots.clear()
 
     def close(self) -> None:
-        """Unmap the memory when nobody refers to it any more."""
+        """Unmap the memory when no references to it are left."""
         self.let_go()
         self.view.cache_clear()
         self._peers.wake = None
@@ -256,7 +259,7 @@ class Futex:
         return self._count.value
 
     def sleep(self, count: int, seconds: float) -> None:
-        """Sleep for less than a second until a wake-up, unless the count is another one already."""
+        """Sleep for less than a second until a wake-up, unless the count has changed already."""
         if _NUMBER is None:
             time.sleep(min(seconds, _SLEEP_SECONDS))
             return
@@ -265,7 +268,8 @@ class Futex:
 
     def wake(self) -> None:
         """Wake all processes that sleep."""
-        self._count.value += 1  # Several processes may do so at once: any other number will do.
+        # Several processes may change it at once: any other number is good enough.
+        self._count.value += 1
         if _NUMBER is not None:
             _call(_NUMBER, self._count, _WAKE, _ALL, None)
 
@@ -308,7 +312,7 @@ def _make(nbytes: int) -> int:
 
 
 def _room() -> int:
-    """Return the most bytes that all buckets of this host may use together."""
+    """Return the maximum number of bytes that all buckets of this host may use together."""
     room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for kind in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE):
         limit = resource.getrlimit(kind)[0]
@@ -350,7 +354,7 @@ def _make_fence() -> Callable[[], None]:
     lock.acquire(blocking=False)
 
     def fence() -> None:
-        # No load or store passes a release that is followed by an acquire.
+        # No load or store moves across a release that is followed by an acquire.
         lock.release()
         lock.acquire(blocking=False)
 

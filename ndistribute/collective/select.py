@@ -41,7 +41,7 @@ _log = logging.getLogger("ndistribute")
 class CrossDeviceOps:
     """The base class of the ways to reduce over the devices of one process.
 
-    Strategies take one; its methods reduce values outside of strategies.
+    Pass an instance to a strategy, or call its methods to reduce values outside of strategies.
 
     >>> import ndistribute as nd
     >>> ops = RingAllReduce()
@@ -61,8 +61,8 @@ class CrossDeviceOps:
         Args:
             reduce_op: a `ReduceOp`, or its name.
             per_replica_value: a `PerReplica` of arrays or `IndexedSlices`, or one of these.
-            destinations: one or several devices, or a value or variable that is on these.
-            options: `CommunicationOptions`, which concern several processes.
+            destinations: one or several devices, or a value or variable whose devices are used.
+            options: `CommunicationOptions`; they have an effect only with several processes.
 
         Raises:
             ValueError: the op is unknown, or undefined for these values.
@@ -90,7 +90,7 @@ class CrossDeviceOps:
 
     def broadcast(self, tensor: Any, destinations: Any) -> Mirrored:
         """Return an array, or `IndexedSlices`, copied to devices; see `reduce`."""
-        strategy = getattr(destinations, "distribute_strategy", None)  # Of a variable.
+        strategy = getattr(destinations, "distribute_strategy", None)  # If it is a variable.
         if strategy is not None:
             devices = list(strategy.devices)
         elif isinstance(destinations, DistributedValues):
@@ -111,7 +111,7 @@ class CrossDeviceOps:
 
 
 class _Packing(CrossDeviceOps):
-    """What takes TensorFlow's number of packs; here buckets of gradients are of equal bytes."""
+    """Accepts TensorFlow's `num_packs`; here, buckets of gradients have equally many bytes."""
 
     def __init__(self, num_packs: int = 1) -> None:
         if num_packs < 0:
@@ -130,9 +130,9 @@ class NcclAllReduce(_Packing):
 
 
 class RingAllReduce(CrossDeviceOps):
-    """Reduction by slices in memory, without NCCL: each replica reduces the slice that it owns.
+    """Reduction by slices in memory, without NCCL: each replica reduces its slice of the arrays.
 
-    A ring divides large arrays in the same way. One replica reduces small arrays alone.
+    A ring divides large arrays in the same way. A single replica reduces small arrays.
 
     >>> import ndistribute as nd
     >>> strategy = nd.MirroredStrategy(["cpu:0"], cross_device_ops=RingAllReduce())
@@ -154,10 +154,11 @@ class ReductionToOneDevice(CrossDeviceOps):
     """Reduction on the device of one replica, which copies the result to the others.
 
     Args:
-        reduce_to_device: where `reduce` computes; None: on the device of the first component.
-            Replicas of a strategy take turns, and which of them reduces changes no result.
-        accumulation_fn: called by `reduce` with the list of arrays, returns their sum; None: they
-            are added in order. Strategies refuse it.
+        reduce_to_device: the device on which `reduce` computes; None means the device of the first
+            component. Replicas of a strategy take turns to reduce; the result does not depend on
+            which of them does.
+        accumulation_fn: a function that `reduce` calls with the list of arrays and that returns
+            their sum; None adds them in order. Strategies refuse it.
 
     >>> import ndistribute as nd
     >>> strategy = nd.MirroredStrategy(["cpu:0"], cross_device_ops=ReductionToOneDevice())
@@ -189,7 +190,8 @@ def make_group(
 ) -> ReplicaGroup:
     """Return the communicators of the replicas of this process.
 
-    A GPU may occur several times. With `central`, all replicas update one copy of a variable.
+    The same GPU may occur several times. With `central`, all replicas update one copy of a
+    variable.
 
     >>> [c.rank for c in make_group([Device("cpu:0"), Device("cpu:1")]).communicators]
     [0, 1]
@@ -223,7 +225,7 @@ def make_group(
 
 def _join_replicas(local: Sequence[ThreadBackend], workers: Workers) -> list[Backend]:
     """Return the backends of this process's replicas in the group of all processes' replicas."""
-    # The same in all processes, because they must make the same calls.
+    # The decision must be the same in all processes, because they must make the same calls.
     if all(devices == ["cpu"] for devices in workers.identities):
         return [levels.SingleReplicaBackend(local[0], workers.backend)]
     counts = workers.replica_counts
@@ -241,7 +243,8 @@ def join_workers(
 ) -> Workers:
     """Return the group of all processes of the job, once all have joined.
 
-    Under MPI, `addresses` is empty. If only that of rank 0 is known, the others are empty strings.
+    Under MPI, `addresses` is empty. If only the address of rank 0 is known, the others are empty
+    strings.
 
     Raises:
         CollectiveTimeoutError: not all processes started in time.
@@ -265,7 +268,7 @@ def join_members(
     *,
     over_mpi: bool = False,
 ) -> Workers:
-    """Return the group of the processes that know of each other, once all have joined.
+    """Return the group of processes that know each other's addresses, once all have joined.
 
     `check` is called during the wait; it may raise if a member is lost.
     """
@@ -328,7 +331,7 @@ def host_groups(hosts: Sequence[str]) -> list[list[int]]:
 
 
 def nccl_obstacle(identities: Sequence[Sequence[str]], hosts: Sequence[str]) -> str | None:
-    """Return why NCCL cannot connect the devices of all workers, given by `device_identity`.
+    """Return why NCCL cannot connect all workers' devices, each named by its `device_identity`.
 
     >>> nccl_obstacle([["gpu 0000:3B:00.0"], ["cpu"]], ["a", "b"])
     'worker 1 has a replica on a CPU, and NCCL connects only GPUs'
@@ -356,7 +359,7 @@ def nccl_obstacle(identities: Sequence[Sequence[str]], hosts: Sequence[str]) -> 
 
 
 def _workers_want_nccl(workers: Workers) -> bool:
-    """Return True if NCCL connects the GPUs of all workers; all workers return the same."""
+    """Return True if NCCL will connect the GPUs of all workers; all workers get the same result."""
     obstacle = nccl_obstacle(workers.identities, workers.peers.hosts)
     wish = workers.options.implementation
     if obstacle is not None and wish is CommunicationImplementation.NCCL:

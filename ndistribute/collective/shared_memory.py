@@ -1,8 +1,8 @@
 """The backend for processes of one host: each writes its bucket, and all read all buckets.
 
-A process writes its contribution once, into its own bucket. When all have arrived, each process
-reads the other buckets: two processes each add everything; with more, each adds its own slice in
-place. Sums are in rank order, so all processes compute the same bits.
+A process writes its contribution once, into its own bucket. When all processes have arrived, each
+reads the other buckets. If there are two processes, each adds all elements; if there are more, each
+adds only its slice, in place. Sums are in rank order, so all processes compute the same bits.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ndistribute.transport.buffers import padded
 # into a core's second-level cache: 3.7 ms for 16 MiB, where a whole copy took 5.1. A process that
 # has arrived at a step has read the step before, so one meeting per step is enough.
 WINDOW_BYTES = 1024 * 1024
-# Behind the windows is room for copies that last for a whole call: an update of 4 MiB takes 1.2 ms
-# with such a copy, and 1.5 through the windows.
+# After the windows is room for copies that last for a whole call: an update of 4 MiB takes 1.2 ms
+# with such a copy, and 1.5 ms through the windows.
 _WHOLE = 2 * WINDOW_BYTES
 WHOLE_BYTES = 4 * 1024 * 1024
 
-# Up to this size, every process adds everything, which saves a meeting. Measured with 2 processes:
-# 2.8 us for 4 KiB instead of 6.9 us in slices, 8.4 instead of 10 us for 64 KiB.
+# Up to this size, every process adds all elements, which saves a meeting. Measured with 2
+# processes: 2.8 us for 4 KiB instead of 6.9 us in slices, 8.4 instead of 10 us for 64 KiB.
 SMALL_BYTES = 64 * 1024
 
 # Two blocks, their sum and the updated range fit into a core's second-level cache.
@@ -43,14 +43,14 @@ BLOCK_BYTES = 256 * 1024
 
 # A leaf, a part of it, and that part in every process's bucket.
 _Piece = tuple[int, slice, list[Array]]
-_key = operator.attrgetter("dtype", "size")  # Of a leaf.
+_key = operator.attrgetter("dtype", "size")  # A part of a leaf.
 
 
 class SharedMemoryBackend(Backend):
     """The backend of a process among the processes of its host, which `rank` and `size` count.
 
-    `ranks` are those of this host, including this one; None: all. All processes of all hosts create
-    their backends together.
+    `ranks` are the ranks of this host, including this one; None means all ranks. All processes of
+    all hosts create their backends together.
 
     Raises:
         DistributeError: the memory cannot be created or mapped.
@@ -66,17 +66,17 @@ class SharedMemoryBackend(Backend):
         # New memory costs a page fault per 4 KiB.
         self._totals = functools.lru_cache(1)(lambda keys: [np.empty(n, t) for t, n in keys])
         self._window = 0
-        self._failed = False  # The others may still read arrays of `allocate`.
+        self._failed = False  # The other processes may still read arrays from `allocate`.
 
     def __enter__(self) -> None:
-        """Begin a block whose exception breaks the group."""
+        """Begin a block; an exception in it breaks the group."""
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None:
             self.abort(error)
 
     def all_reduce(self, call: Call, inputs: Arrays, outputs: Arrays, op: ReduceOp) -> None:
-        """Reduce chunk by chunk; reduce arrays of `allocate` in place."""
+        """Reduce chunk by chunk; reduce arrays from `allocate` in place."""
         with self:
             if all(map(operator.is_, inputs, outputs)) and _nbytes(inputs) > SMALL_BYTES:
                 everyone, _ = self._show_whole(call, inputs, copy=False)
@@ -107,8 +107,8 @@ class SharedMemoryBackend(Backend):
     def reduce_update(self, call: Call, inputs: Arrays, op: ReduceOp, update: Update) -> Any:
         """Reduce and update; two processes add each block where they update it.
 
-        All data of the others is there before the first update, so a failure of another process
-        changes everything or nothing.
+        All data of the other processes has arrived before the first update. So after a failure of
+        another process, either all updates are made or none.
         """
         with self:
             if self.size > 2 or _nbytes(inputs) <= SMALL_BYTES:
@@ -132,7 +132,7 @@ class SharedMemoryBackend(Backend):
                             total = reduce_arrays(op, parts, out=scratch[: stop - start])
                         update.apply(prepared, leaf, start, stop, total)
             if len(rest) < len(inputs):
-                # A failure from here on does not undo the update; recovery must know that.
+                # From here on a failure does not undo the update, and recovery must know that.
                 where = self._peers.where
                 where.finished = where.exchanged = call.sequence
                 self._segment.arrive()
@@ -185,7 +185,7 @@ class SharedMemoryBackend(Backend):
         return self._segment.allocate(dtype, shape)
 
     def gradient_memory(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
-        """Return an array of `allocate` if that saves a copy, else None."""
+        """Return an array from `allocate` if that saves a copy, else None."""
         if self.size > 2 or self._failed or math.prod(shape) * dtype.itemsize < SMALL_BYTES:
             return None
         return self.allocate(dtype, shape)
@@ -195,13 +195,13 @@ class SharedMemoryBackend(Backend):
         self._peers.abort(cause)
 
     def reset(self) -> None:
-        """Start anew; all processes call this while none of them is in a call."""
+        """Start over; all processes call this while none of them is in a call."""
         self._segment.reset()
         self._window = 0
         self._failed = False
 
     def close(self) -> None:
-        """Release the memory; the backend cannot be used any more."""
+        """Release the memory; the backend cannot be used afterwards."""
         self._chunks.cache_clear()
         self._segment.close()
 
@@ -211,7 +211,8 @@ class SharedMemoryBackend(Backend):
         """Return the chunks of leaves and their places, starting after the last used window."""
         chunks = []
         for chunk in cut(leaves, WHOLE_BYTES if whole else WINDOW_BYTES):
-            window = 2 if whole else 1 - window  # Whole chunks are behind the windows.
+            # Chunks that last for a whole call are after the windows.
+            window = 2 if whole else 1 - window
             pieces = []
             for leaf, start, stop, offset in chunk:
                 place = window * WINDOW_BYTES + offset, leaves[leaf][0], stop - start
@@ -221,8 +222,8 @@ class SharedMemoryBackend(Backend):
         return chunks
 
     def _show(self, call: Call, title: str, chunk: list[_Piece], leaves: Arrays) -> None:
-        """Write a chunk of leaves, or nothing, into the bucket; wait until all have done so."""
-        self._window = 1 - self._window  # Nobody reads that window any more.
+        """Write a chunk of leaves, or none, into the bucket; wait until all processes did so."""
+        self._window = 1 - self._window  # No process reads that window now.
         with span("pack", title):
             if leaves:
                 for leaf, part, everyone in chunk:
@@ -236,12 +237,12 @@ class SharedMemoryBackend(Backend):
     ) -> tuple[list[list[Array]], bool]:
         """Make flat arrays readable to the others until this process arrives again.
 
-        Arrays outside the bucket are copied into it if `copy` is True and there is room. Return per
-        array the arrays of all processes, or none unless all have it in their buckets; and whether
-        the others read arrays to which the caller may write.
+        Arrays outside the bucket are copied into it if `copy` is True and there is room. For each
+        array, return the arrays of all processes; or none, unless all processes have it in their
+        buckets. Also return whether the others read arrays to which the caller may write.
         """
         segment, free, end = self._segment, _WHOLE, _WHOLE + WHOLE_BYTES
-        segment.wait(call)  # Until nobody reads the earlier data.
+        segment.wait(call)  # Wait until no process reads the earlier data.
         segment.begin(call)
         offsets = []
         with span("pack", call.title):
@@ -262,7 +263,7 @@ class SharedMemoryBackend(Backend):
         return everyone, max(offsets, default=0) >= end
 
     def _sum(self, call: Call, inputs: Arrays, op: ReduceOp) -> list[Array]:
-        """Return the reduced inputs, in arrays that the next call overwrites."""
+        """Return the reduced inputs, in arrays that the next call will overwrite."""
         totals = self._totals(tuple(map(_key, inputs)))
         self.all_reduce(call, inputs, totals, op)
         return totals
@@ -279,14 +280,15 @@ class SharedMemoryBackend(Backend):
         return received
 
     def _add_slices(self, call: Call, everyone: Sequence[Sequence[Array]], op: ReduceOp) -> None:
-        """Add everyone's part of this process's slice, for everyone, as all others do."""
+        """Add all processes' parts of this process's slice, and write the sum to all processes."""
         sizes = tuple([terms[0].size for terms in everyone])
         with span("reduce", call.title):
             for leaf, start, stop in owned_ranges(sizes, self.size, self.rank):
                 block = BLOCK_BYTES // everyone[leaf][0].itemsize
                 for first, last in blocks(start, stop, block):
                     parts = [term[first:last] for term in everyone[leaf]]
-                    # The first is read first, so it alone may be written to while others are read.
+                    # The first array is read first, so only it may be written to while others are
+                    # read.
                     total = reduce_arrays(op, parts, out=parts[0])
                     for part in parts[1:]:
                         part[...] = total
@@ -297,8 +299,8 @@ class SharedMemoryBackend(Backend):
 def cut(leaves: Sequence[LeafKey], limit: int) -> list[list[tuple[int, int, int, int]]]:
     """Concatenate leaves and cut them into chunks of at most `limit` bytes, a multiple of 64.
 
-    A chunk has tuples of a leaf, the start and stop of its range, and the offset in bytes of the
-    range in the chunk. If all leaves are empty, there is one empty chunk.
+    A chunk is a list of tuples: a leaf, the start and stop of a range in it, and the range's offset
+    in the chunk in bytes. If all leaves are empty, there is one empty chunk.
 
     >>> f4 = np.dtype(np.float32)
     >>> cut(((f4, 20), (f4, 40)), limit=128)
@@ -327,7 +329,7 @@ def _nbytes(arrays: Arrays) -> int:
 
 
 def _bytes_of(array: Array) -> Array:
-    """Return the bytes of an array, flat: what is only copied may have items of any length."""
+    """Return the bytes of an array, flat: for copies, items may have any length."""
     if array.dtype.hasobject:
         raise TypeError("Python objects cannot be shared between processes.")
     return array.reshape(-1).view(np.uint8)

@@ -34,7 +34,7 @@ JOIN = "join"
 CALL, MADE, SKIPPED = "call", b"+", b"-"
 
 _KEYS = 100  # The most pending exchanges, more than are needed; a dropped one starts again.
-_POLL_SECONDS = 0.1  # Between two questions about the same call.
+_POLL_SECONDS = 0.1  # Seconds between two questions about the same call.
 _RETRY_SECONDS = 0.05
 _FAREWELL_SECONDS = 2.0
 _KINDS = {"": errors.WorkerLostError, **{kind.__name__: kind for kind in OF_SEVERAL}}
@@ -42,25 +42,25 @@ _log = logging.getLogger("ndistribute")
 
 
 class StepFailure(Record, frozen=True):
-    """The sender's user code raised in a step, after the call at `place`."""
+    """The message that the sender's user code raised in a step, after the call at `place`."""
 
     generation: int
     place: tuple[int, int]  # The last call that the sender has completed.
-    before: int  # The last call that it completed in the previous step.
+    before: int  # The last call that the sender completed in the previous step.
     error: Failure
 
 
 class GroupFailure(Record, frozen=True):
-    """The group is broken from the call after the place of a failure on."""
+    """The message that the group is broken, from the call after the failure's place on."""
 
     failed: StepFailure
 
 
 class Exchange(Record, frozen=True):
-    """A value passed under a key; rank 0 answers with all values, by the ranks that passed them.
+    """A value passed under a key; rank 0 answers with the values of all ranks, by rank.
 
     In an exchange about a call, the value is `MADE` or `SKIPPED`. The answer also goes to ranks
-    that have passed nothing, as a question.
+    that have not passed a value; for them it is a question.
     """
 
     kind: str
@@ -70,7 +70,7 @@ class Exchange(Record, frozen=True):
 
 
 class GoodBye(Record, frozen=True):
-    """The sender leaves: the reason, whether it failed, and the last call known to be made."""
+    """The message that the sender leaves: why, whether it failed, and the last call it made."""
 
     reason: str
     failed: bool
@@ -78,15 +78,15 @@ class GoodBye(Record, frozen=True):
 
 
 class Lost(Record, frozen=True):
-    """The connection of the sender ended without a `GoodBye`."""
+    """The message that the connection of the sender ended without a `GoodBye`."""
 
     why: str
 
 
 class Obstacle(Record, frozen=True):
-    """Why the sender cannot reach a process, or has refused one; empty if it reached it since."""
+    """Why the sender cannot reach a process, or has refused it; empty once it has reached it."""
 
-    rank: int  # The sender's own if it has refused a process.
+    rank: int  # The sender's own rank if it has refused a process.
     why: str
 
 
@@ -104,9 +104,9 @@ class Hub:
         self._ranks = range(size)
         self._deliver = deliver
         self.gone: set[int] = set()  # Ranks that left or were lost.
-        self.joined = False  # Whether all have joined.
+        self.joined = False  # Whether all processes have joined.
         self._passed: dict[tuple[str, int, tuple[int, int]], dict[int, bytes]] = {}
-        self._polled: dict[object, float] = {}  # The time of the last question by call.
+        self._polled: dict[object, float] = {}  # The time of the last question, by call.
 
     def take(self, sender: int, message: Message) -> None:
         """Handle a message of a process."""
@@ -121,7 +121,7 @@ class Hub:
 
     def end(self, rank: int, why: str) -> None:
         """Handle the end of the connection of a process."""
-        if not self.joined:  # It may be started again.
+        if not self.joined:  # The process may be started again.
             self.gone.discard(rank)
             for passed in self._passed.values():
                 passed.pop(rank, None)
@@ -129,7 +129,7 @@ class Hub:
             self.take(rank, Lost(why))
 
     def _collect(self, sender: int, message: Exchange) -> None:
-        """Answer the sender of a value; answer all ranks when the last one has passed its value."""
+        """Answer the sender of a value; answer all ranks once the last value has come."""
         key = message.kind, message.generation, message.place
         passed = self._passed.setdefault(key, {})
         is_new = sender not in passed
@@ -141,7 +141,7 @@ class Hub:
             receivers, self.joined = list(self._ranks), True
         elif message.kind == CALL:
             if value == SKIPPED:
-                receivers = list(passed)  # They wait in that call.
+                receivers = list(passed)  # These ranks wait in that call.
             now = time.monotonic()
             if now - self._polled.get(key, 0.0) >= _POLL_SECONDS:
                 self._polled = {k: at for k, at in self._polled.items() if now - at < _POLL_SECONDS}
@@ -195,17 +195,17 @@ class Star:
             raise
 
     def post(self, message: Message) -> None:
-        """Queue a message for the thread that sends; return at once."""
+        """Queue a message for the thread that sends messages; return at once."""
         self._order(self._info.rank, self._act, self._info.rank, message)
 
     @property
     def obstacles(self) -> str:
-        """Sentences, each after a space, about the connections that could not be made."""
+        """Sentences about the connections that could not be made, each preceded by a space."""
         reasons = [why.rstrip(".") for why in list(self._obstacles.values()) if why]
         return "".join(f" {why[0].upper()}{why[1:]}." for why in reasons)
 
     def report(self, rank: int, why: str) -> None:
-        """Tell all processes why this one cannot reach another, or, if empty, that it did."""
+        """Tell all processes why this one cannot reach another; empty text: it did reach it."""
         me = self._info.rank
         if self._obstacles.get((me, rank), "") != why:
             self._obstacles[me, rank] = why
@@ -218,7 +218,7 @@ class Star:
             self._entrance.close()
 
     def close(self, farewell: GoodBye, broken: bool) -> None:
-        """Send a last message, and close all connections when the others have received it.
+        """Send a last message; close all connections when the others have received it.
 
         Unless the group is broken, rank 0 first waits until the others leave.
         """
@@ -284,15 +284,15 @@ class Star:
         if ours and accepted.hello.purpose == "control":
             self._order(rank, self._welcome, rank, Connection(sock, accepted, _messages))
         else:
-            sock.close()  # It tries again until its own group listens.
+            sock.close()  # The process tries again until its own group listens.
 
     def _welcome(self, rank: int, connection: Connection) -> None:
         if self._double_of(connection.peer):  # Both connected before either was added.
-            connection.abort("another process has its rank.", clean=True)  # Without waiting.
-            connection.close()  # It tries again, and gets the refusal.
+            connection.abort("another process has its rank.", clean=True)  # This does not wait.
+            connection.close()  # The process tries again, and then gets the refusal.
             return
         stale = self._links.get(rank)
-        if stale is not None:  # Before the messages of the new one.
+        if stale is not None:  # This comes before the messages of the new connection.
             self._drop(rank, stale, "the process connected again.")
         self._follow(rank, connection)
         self._deliver(rank, 0, Exchange(JOIN, 0, (0, 0), {}))
@@ -310,7 +310,7 @@ class Star:
             try:
                 who = info.first, info.credentials, hello, _messages
                 connection = connect(*who, deadline=deadline)
-                connection.receive(deadline)  # The answer of `_welcome`.
+                connection.receive(deadline)  # The answer that `_welcome` sends.
                 return connection
             except BaseException as error:
                 if connection is not None:
@@ -334,7 +334,7 @@ class Star:
             self._handle(rank, message)
 
     def _follow(self, rank: int, connection: Connection) -> None:
-        """Start the thread that reads a connection and closes it."""
+        """Start the thread that reads a connection until its end and then closes it."""
         name = f"ndistribute-control-{self._info.rank}-of-{rank}"
         args = rank, connection
         thread = threading.Thread(target=self._read, args=args, name=name, daemon=True)
@@ -356,7 +356,7 @@ class Star:
                     self._order(rank, self._act, rank, message)
         except ConnectionLostError as error:
             why = str(error)
-        except Exception as error:  # The others must learn of any error.
+        except Exception as error:  # The other processes must learn of any error.
             why = f"it sent an invalid message ({error!r})"
         try:
             if self._hub is None:
@@ -397,7 +397,8 @@ class Star:
                 self._links[rank].send(message, sender)
             except (ConnectionLostError, TimeoutError):
                 pass  # The connection is closed, and its reader thread reports the end.
-            except Exception as error:  # The others must learn that this process is cut off.
+            # The other processes must learn that this process is cut off.
+            except Exception as error:
                 self._links[rank].abort(f"a message to it could not be sent ({error!r})")
 
 
@@ -409,7 +410,7 @@ def _wait_for(threads: list[threading.Thread]) -> None:
 
 
 def describe_error(error: BaseException, worker: int) -> Failure:
-    """Return the failure that other processes get for an exception of a worker."""
+    """Return the failure that the other processes get for an exception of this worker."""
     failure = failure_of(error, _KINDS)
     if failure.kind:
         return failure

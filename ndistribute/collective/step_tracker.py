@@ -1,6 +1,7 @@
-"""How far this process is in its steps and calls, and what the others have told about theirs.
+"""The progress of this process through steps and calls, and the progress that others report.
 
-It sends and receives nothing: the control plane does, and asks it which processes are late or gone.
+The code here sends and receives no messages. The control plane does that, and asks here which
+processes are late or gone.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ class StepTracker:
     """The progress of this process through steps and calls, and the reports of the others.
 
     Attributes:
-        position: the number of step starts and step ends so far, so it is odd inside a step.
-        finished: the last completed call of the current step, otherwise of the last one.
+        position: the number of step starts and step ends so far; it is odd inside a step.
+        finished: the last completed call of the current step, or, outside of a step, of the last
+            step.
         before: the last completed call of the step before that.
-        exchanged: as `finished`, of calls in which all processes communicate, or write variables.
+        exchanged: as `finished`, but only of calls in which all processes communicate, or which
+            write variables.
         total: the sum of `exchanged` over earlier steps; equal totals mean equal calls.
         made: the last call that this process is known to have made.
-        departed: the reason of each process that has left, by rank.
+        departed: the reasons of the processes that have left, by rank.
     """
 
     def __init__(self) -> None:
@@ -67,14 +70,14 @@ class StepTracker:
 
     def has_made(self, place: Place) -> bool | None:
         """Return whether this process made a call, or None while that is unknown."""
-        # In this order: a call is recorded in `made` before its step ends.
+        # This order matters: a call is recorded in `made` before its step ends.
         left = self.position > place[0]
         if self.made >= place and place[1] != END:
             return True
         return False if left else None
 
     def note(self, rank: int, place: Place, made: bool) -> None:
-        """Record that a process has made a call, or has left the step without it."""
+        """Record that a process has made a call, or has left the step without making it."""
         if made:
             self._reached[rank] = max(place, self._last(rank))
         else:
@@ -85,7 +88,7 @@ class StepTracker:
         self.departed[rank] = reason
 
     def gone(self, place: Place) -> set[int]:
-        """Return the ranks that will not make a call, unless their data has already arrived."""
+        """Return the ranks that will not make a call and whose data has not arrived either."""
         left = {rank for rank, skipped in list(self._skipped) if skipped == place}
         return left.union(rank for rank in list(self.departed) if self._last(rank) < place)
 

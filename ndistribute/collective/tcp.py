@@ -1,4 +1,4 @@
-"""The transports of the ring: what they share, and the one over sockets.
+"""The transports of the ring: their base class, and the transport over sockets.
 
 No call blocks: while a rank waits for one message, all others keep moving in both directions, so
 messages may exceed the kernel's buffers. Every wait has a deadline and detects failures of other
@@ -32,9 +32,11 @@ _CHECK_SECONDS = 0.05
 # cut off from rank 0, it may end before rank 0 has noticed.
 _GRACE_SECONDS = (0.5, 2.0)
 _MOST_PARTS = 16
-# For more bytes a rank does not spin. Of 1 MiB with 2 hosts over 10 Gbit/s, spinning saves 0.3 ms.
+# If more bytes are missing, a rank does not spin. For 1 MiB between 2 hosts over 10 Gbit/s,
+# spinning saves 0.3 ms.
 _SPIN_BYTES = 1 << 20
-# So many bytes of a long message wake a rank: each packet that does costs 25 us of processor time.
+# A rank is woken when this many bytes of a long message have arrived: each wake-up costs 25 us of
+# processor time.
 _WAKE_BYTES = 64 * 1024
 
 
@@ -225,7 +227,7 @@ class _Direction:
     def __init__(self, sock: socket.socket, peer: int, receives: bool) -> None:
         self.is_tls = isinstance(sock, ssl.SSLSocket)
         self.sock: Any = NonBlockingTls(sock) if isinstance(sock, ssl.SSLSocket) else sock
-        self._least = 1  # The system's default.
+        self._least = 1  # The default of the operating system.
         self.peer, self.receives = peer, receives
         self.queue: deque[_TcpTransfer] = deque()
 
@@ -237,7 +239,8 @@ class _Direction:
     def wake_late(self) -> None:
         """Let the next poll return when much of the first message has arrived, or all of it.
 
-        Not for the second: the peer may send it only after an answer to the first.
+        This does not wait for the second message: the peer may send it only after an answer to the
+        first.
         """
         least = min(_WAKE_BYTES, len(self.queue[0].rest))
         if least != self._least:
@@ -269,7 +272,7 @@ class _Direction:
                     transfer.then()
             if count:
                 queue[0].rest = queue[0].rest[count:]
-            # Less than was asked for: nothing is left. TLS moves one record at a time.
+            # Fewer bytes than asked for means that none are left. TLS moves one record at a time.
             if not is_all and not self.is_tls:
                 break
         return moved

@@ -1,9 +1,9 @@
 """Replicas that are threads of one process: how they meet, and the backend among them.
 
-All collectives among them are built on `Rendezvous`. Replicas can read each other's arrays, so
-nothing is packed or sent. Each replica owns a slice: it adds that slice of all arrays in replica
-order, and writes the sum to its destinations. The last replica to arrive reduces small arrays
-alone, which saves the second meeting.
+All collectives among these replicas use `Rendezvous`. Replicas can read each other's arrays, so no
+data is packed or sent. Each replica owns a slice: it adds that slice of all replicas' arrays in
+replica order, and writes the sum to its destinations. The last replica to arrive reduces small
+arrays alone, which saves the second meeting.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ndistribute.errors import CollectiveMismatchError, CollectiveTimeoutError, 
 from ndistribute.stream import Stream, settle, write_to
 from ndistribute.timeline import recorded
 
-SLICE_SECONDS = 1.0  # Of a wait.
+SLICE_SECONDS = 1.0  # The seconds of one slice of a wait.
 # Up to this size, the last replica to arrive reduces alone. Measured on 2 cores with 2 replicas:
 # the second meeting costs 100 to 150 us, in which one core reduces about as many bytes.
 SMALL_BYTES = 1024 * 1024
 
-# Larger than the cache requires, because each block is a NumPy call, which releases the interpreter
-# lock and must acquire it again. Measured with 32 MiB and 2 replicas: 33 ms with blocks of 64 KiB,
-# 17 ms with 128 KiB, 10 ms from 512 KiB on.
+# Blocks are larger than the cache requires, because each block is a NumPy call, which releases the
+# interpreter lock and must acquire it again. Measured with 32 MiB and 2 replicas: 33 ms with blocks
+# of 64 KiB, 17 ms with 128 KiB, 10 ms from 512 KiB on.
 BLOCK_BYTES = 512 * 1024
 
 
@@ -46,14 +46,15 @@ class Meeting:
         self.last: int | None = None  # The replica that combines the values.
         self.result: Any = None
         self.error: BaseException | None = None
-        self.done = threading.Lock()  # Free at the end; each waiter releases it again.
+        # Released when the meeting ends; each waiter acquires it and releases it again.
+        self.done = threading.Lock()
         self.done.acquire()
 
 
 class Rendezvous:
     """A reusable rendezvous of `size` threads, one per replica.
 
-    If a replica returns, raises or is too late, the waits of the others raise at once.
+    If a replica returns, raises or arrives too late, the waits of the others raise at once.
 
     >>> alone = Rendezvous(1)
     >>> alone.exchange(0, Call(1, "merge_call"), 20, lambda values: values[0] + 1)
@@ -72,7 +73,7 @@ class Rendezvous:
         self._meeting: Meeting | None = None
 
     def refuse_in_fork(self, cause: BaseException) -> None:
-        """Let nobody meet in a forked child, which has one thread; another may hold the lock."""
+        """Refuse meetings in a forked child, which has one thread; another may hold the lock."""
         self._mutex = threading.Lock()
         self.reset()
         self._cause = cause
@@ -97,13 +98,14 @@ class Rendezvous:
             except BaseException as error:
                 self._end(meeting, error)
                 raise
-        if meeting.error is not None:  # For the last to arrive: a waiter gave up meanwhile.
+        # This concerns the last to arrive: a waiter has given up meanwhile.
+        if meeting.error is not None:
             raise _for_waiter(meeting.error)
         return meeting.result  # type: ignore[no-any-return]
 
     @recorded(lambda meeting, self, rank, call, *_: ("wait", call.title))
     def _join(self, rank: int, call: Call, value: Any) -> Meeting:
-        """Return the meeting at its end, but at once to the last to arrive, which must end it."""
+        """Return the meeting when it ends; the last to arrive gets it at once, and must end it."""
         with self._mutex:
             if self._cause is not None:
                 raise _for_waiter(self._cause)
@@ -132,7 +134,7 @@ class Rendezvous:
 
     def abort(self, cause: BaseException) -> None:
         """Make all waits raise because of the first `cause` passed, now and later."""
-        with self._mutex:  # Or a replica that now starts a meeting would wait forever.
+        with self._mutex:  # Otherwise a replica that now starts a meeting would wait forever.
             if self._cause is None:
                 self._cause = cause
             meeting = self._meeting
@@ -149,8 +151,8 @@ class Rendezvous:
     def _wait(self, meeting: Meeting, rank: int, call: Call) -> None:
         deadline = time.monotonic() + call.timeout
         while (left := deadline - time.monotonic()) > 0:
-            # In slices: an interrupt just before a sleep is handled only after it, and may prevent
-            # another replica from releasing the lock.
+            # The wait is cut into slices: an interrupt just before a sleep is handled only after
+            # it, and may prevent another replica from releasing the lock.
             if meeting.done.acquire(timeout=min(left, SLICE_SECONDS)):
                 meeting.done.release()
                 return
@@ -174,7 +176,7 @@ class Rendezvous:
 
 
 def _for_waiter(error: BaseException) -> BaseException:
-    """Return a waiter's own exception, because an exception has the traceback of one thread."""
+    """Return a new exception for a waiter: an exception has the traceback of one thread."""
     if isinstance(error, CollectiveMismatchError | CollectiveTimeoutError):
         copied = copy.copy(error)
         copied.__notes__ = []  # A shallow copy shares the list, and each replica adds its own note.
@@ -188,8 +190,8 @@ def _for_waiter(error: BaseException) -> BaseException:
 class ThreadBackend(Backend):
     """The backend of one replica among the threads of its process.
 
-    `streams` are those of all replicas, `homes` the names of the memories that they update. With
-    `one_device`, one replica reduces alone, whatever the size.
+    `streams` has the streams of all replicas, and `homes` the names of the memories that they
+    update. With `one_device`, a single replica reduces arrays of any size.
     """
 
     def __init__(
@@ -218,7 +220,7 @@ class ThreadBackend(Backend):
             settle(self._gpus)
             return combined
 
-        self._stream.synchronize()  # Other streams read what this one has computed.
+        self._stream.synchronize()  # Other streams will read the results of this stream.
         return self._rendezvous.exchange(self.rank, call, value, settled)
 
     def all_reduce(self, call: Call, inputs: Arrays, outputs: Arrays, op: ReduceOp) -> None:
@@ -270,7 +272,7 @@ class ThreadBackend(Backend):
         for leaf, part in owned_blocks(inputs, self.owners, self.owner):
             terms = [self._here(arrays[leaf][part]) for arrays in everyone]
             key = terms[0].dtype, terms[0].size
-            if key not in scratch:  # Reused by the next block.
+            if key not in scratch:  # The next block reuses this memory.
                 scratch[key] = array_namespace(terms[0]).empty(terms[0].size, terms[0].dtype)
             total = reduce_arrays(op, terms, out=scratch[key])
             update.apply(prepared, leaf, part.start, part.stop, total)

@@ -1,8 +1,8 @@
 """A group as strategies use it: the replicas of this process, and the other processes.
 
-Replicas call collectives through their communicators. `Workers` has those that each process calls
-once, outside of replicas, such as for the first value of a variable, a reduction over replicas, or
-the end of an input. Steps start and end here, and the other processes learn of it.
+Replicas call collectives through their communicators. `Workers` has the collectives that each
+process calls once, outside of replicas: for example for the first value of a variable, a reduction
+over replicas, or the end of an input. Steps start and end here, and the other processes are told.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class ReplicaGroup:
 
     communicators: Sequence[Communicator]
     rendezvous: Rendezvous
-    streams: Sequence[Stream]  # With the device of each replica.
+    streams: Sequence[Stream]  # The communicators, each with the device of its replica.
     workers: Workers | None = None  # The other processes, if any.
-    end_devices: Callable[[], None] | None = None  # Frees resources on devices.
+    end_devices: Callable[[], None] | None = None  # The function that frees resources on devices.
 
     def begin(self) -> None:
-        """Start a step; all replicas must have left the last one."""
+        """Start a step; all replicas must have left the last step."""
         if self.workers is not None:
             self.workers.enter()
         self.rendezvous.reset()
@@ -74,11 +74,12 @@ class Workers:
     """The group of all processes of the job, with the control plane and the backend between them.
 
     Attributes:
-        users_call: the call of the user that all processes are in, if that is known.
+        users_call: the user's call in which all processes are, if it is known.
         identities: the `device_identity` of each device of each process.
-        cores: the number of this host's cores for this process.
+        cores: the number of this host's cores that this process may use.
         may_use_nccl: whether NCCL may connect the GPUs of all workers.
-        held: what `close` frees, and functions that it calls to drop references to shared memory.
+        held: the resources that `close` frees, and functions that it calls to drop references to
+            shared memory.
     """
 
     def __init__(
@@ -119,9 +120,9 @@ class Workers:
 
     @contextlib.contextmanager
     def meeting(self, purpose: str = "") -> Iterator[Communicator]:
-        """Yield the communicator of processes, in a step of its own unless a step is running.
+        """Yield the communicator of the processes, in a new step unless a step is running.
 
-        `purpose` is what its calls are for, equal on all processes.
+        `purpose` says what the calls are for; it is equal on all processes.
         """
         communicator = self.communicator
         communicator.purpose = self.users_call or purpose
@@ -150,7 +151,7 @@ class Workers:
             return communicator.all_gather(value, axis)
 
     def agree(self, value: Array, what: str) -> Any:
-        """Return the array of process 0; raise if descriptions, shapes or dtypes differ."""
+        """Return the array of process 0; raise if the descriptions, shapes or dtypes differ."""
         with self.meeting("the creation of a variable") as communicator:
             description = f"{what} of shape {value.shape} and dtype {value.dtype}"
             first, *others = all_gather_object(communicator, description)
@@ -162,7 +163,7 @@ class Workers:
                         rank=rank,
                     )
             agreed = communicator.broadcast(value)
-            communicator.all_reduce("sum", 0)  # Who sends hears nothing of who receives.
+            communicator.all_reduce("sum", 0)  # The sender gets no reply from the receivers.
             return agreed
 
     def close(self) -> None:

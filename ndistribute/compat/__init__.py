@@ -1,1 +1,1 @@
-"""Names of other packages, for scripts that were written for them."""
+"""TensorFlow's names, for scripts that were written for TensorFlow."""

@@ -1,6 +1,6 @@
-"""Classes with TensorFlow's methods and keywords, and what makes them of those of this package.
+"""Classes with TensorFlow's methods and keywords, and the adapters that make them.
 
-The tables of names refer to what is here: a name to a class, and an adapter to a row of `ADAPTERS`.
+The tables of names refer to this file: names to classes, and adapters to rows of `ADAPTERS`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def tensors(nest: Any) -> Any:
 
 
 def _of_elements(function: Any) -> Any:
-    """Return a function of elements, which are tensors, that makes no operations of graphs."""
+    """Return a function whose elements are tensors, and which makes no operations of graphs."""
 
     @functools.wraps(function, ["__name__", "__qualname__"])
     def call(*element: Any) -> Any:
@@ -67,7 +67,7 @@ def _numpy(leaf: Any) -> Any:
 
 
 class NumpyIterator(ElementIterator):
-    """An iterator of elements of NumPy's arrays, with a method `next`."""
+    """An iterator over elements as NumPy arrays, with a method `next`."""
 
     def next(self) -> Any:
         """Return the next element."""
@@ -75,7 +75,7 @@ class NumpyIterator(ElementIterator):
 
 
 class TensorDataset(nd.Dataset):
-    """A dataset whose lists are tensors, with TensorFlow's names of arguments."""
+    """A dataset with TensorFlow's names of arguments, in which lists count as tensors."""
 
     batch = adapted(nd.Dataset.batch, "num_parallel_calls", "deterministic", batch_size="n")
     map = adapted(nd.Dataset.map, "deterministic", map_func="fn")
@@ -89,11 +89,11 @@ class TensorDataset(nd.Dataset):
         return map_leaves(tensor_if_array, super().reduce(tensors(initial_state), reduce_func))
 
     def as_numpy_iterator(self) -> Any:
-        """Return an iterator over arrays; text is bytes, as `numpy()` of tensors gives it."""
+        """Return an iterator over arrays; text becomes bytes, as in `numpy()` of tensors."""
         return NumpyIterator(self._node, functools.partial(map_leaves, _numpy))
 
     def make_one_shot_iterator(self) -> Any:
-        """Return an iterator whose `get_next` gives tensors of a graph."""
+        """Return an iterator whose `get_next` returns tensors of a graph."""
         return graph.DatasetIterator(self)
 
     make_initializable_iterator = make_one_shot_iterator
@@ -113,10 +113,10 @@ CsvDataset = functools.partial(nd.data.csv_rows, kind=TensorDataset)
 
 
 class Restored(SimpleNamespace):
-    """What `Checkpoint.restore` returns; it knows what the file has besides, or None of no file."""
+    """The result of `Checkpoint.restore`; it knows what else the file has, or None for no file."""
 
     def assert_consumed(self) -> Restored:
-        """Raise an `AssertionError` if nothing was restored, or not all of the checkpoint."""
+        """Raise an `AssertionError` unless the whole checkpoint was restored."""
         if self.others:
             raise AssertionError(f"not restored: {', '.join(sorted(self.others))}.")
         return self.assert_existing_objects_matched()
@@ -128,18 +128,18 @@ class Restored(SimpleNamespace):
         return self
 
     def expect_partial(self) -> Restored:
-        """Return this; `restore` does not warn."""
+        """Return this object; it has no other effect, because `restore` does not warn."""
         return self
 
 
 class Checkpoint(nd.Checkpoint):
-    """A checkpoint whose `restore` returns what TensorFlow's does, and accepts None."""
+    """A checkpoint whose `restore` returns a status, as TensorFlow's does, and accepts None."""
 
     def __init__(self, root: Any = None, **objects: Any) -> None:
         super().__init__(**({} if root is None else {"root": root}), **objects)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Add an object, and restore it if the file that was restored before has it."""
+        """Add an object, and restore it if the file that was restored earlier contains it."""
         super().__setattr__(name, value)
         others = vars(self).get("_others") or ()
         if any(f"{other}/".startswith(f"{name}/") for other in others):
@@ -150,7 +150,7 @@ class Checkpoint(nd.Checkpoint):
         return super().save(f"{file_prefix}ckpt" if is_folder else file_prefix)
 
     def write(self, file_prefix: Any, options: Any = None) -> Any:
-        """Write the state, and return the path that was passed."""
+        """Write the state to a path, and return the path."""
         super().write(file_prefix)
         return str(file_prefix)
 
@@ -165,7 +165,7 @@ class Checkpoint(nd.Checkpoint):
 
 
 class Model(WithTensors, models.Model):
-    """A model with the methods of Keras."""
+    """A model with Keras's methods."""
 
     @accepting("auto_scale_loss", "experimental_run_tf_function")
     def _compile(self, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
@@ -183,7 +183,7 @@ class Model(WithTensors, models.Model):
     )
 
     def _serve(self, *inputs: Any, **named: Any) -> dict[str, Any]:
-        """Return the outputs by their names, for one input or for inputs by name."""
+        """Return the outputs by name, for one input or for inputs by name."""
         (data,) = inputs or (named.values() if len(named) == 1 else [named])
         outputs = flatten(self(data, training=False))
         last = [layer.name for layer in self.layers[-1:] if isinstance(self, Sequential)]
@@ -194,7 +194,7 @@ class Model(WithTensors, models.Model):
     signatures = property(lambda self: {"serving_default": self._serve})
 
     def load_weights(self, filepath: Any) -> Restored:  # type: ignore[override]
-        """Restore all weights, and return what `Checkpoint.restore` does."""
+        """Restore all weights, and return the status that `Checkpoint.restore` returns."""
         super().load_weights(filepath)
         return Restored(others=())
 
@@ -207,7 +207,7 @@ class Model(WithTensors, models.Model):
 
 
 class Sequential(Model, models.Sequential):
-    """A model of one layer after another, with the methods of Keras."""
+    """A model of one layer after another, with Keras's methods."""
 
 
 dataset_iterator = graph.DatasetIterator, iter
@@ -216,12 +216,12 @@ layers.Layer.known.update(Layer=layers.Layer, Model=models.Model, Sequential=mod
 
 
 def _holder(optimizer: Any) -> Any:
-    """Return the optimizer that has a rate of its own: this one, or the one that it is around."""
+    """Return the optimizer that has the learning rate: this one, or the one that it wraps."""
     return _holder(optimizer.inner) if "inner" in vars(optimizer) else optimizer
 
 
 def _only_grpc(init: Any) -> Any:
-    """Return the constructor of a server, which has one protocol and no options for sessions."""
+    """Return the constructor of a server, which supports one protocol and no session options."""
 
     def call(self: Any, *args: Any, protocol: Any = None, config: Any = None, **named: Any) -> None:
         if protocol not in (None, "grpc") or config not in (None, graph.ConfigProto()):
@@ -249,11 +249,11 @@ steps = property(lambda self: as_tensor(np.int64(_steps.fget(self))), _steps.fse
 
 
 def constraining(kind: Any) -> Any:
-    """Return the method of an optimizer that updates variables, and then applies constraints."""
+    """Return an optimizer's update method, followed by the constraints of the variables."""
 
     def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **options: Any) -> Any:
         pairs = list(grads_and_vars)
-        if "experimental_aggregate_gradients" in options:  # The older keyword.
+        if "experimental_aggregate_gradients" in options:  # The keyword of older versions.
             adds = options.pop("experimental_aggregate_gradients")
             options["skip_gradients_aggregation"] = not adds
         result = kind.apply_gradients(self, pairs, *args, **options)
@@ -271,7 +271,7 @@ def constraining(kind: Any) -> Any:
 
 
 def minimizing_at_once(kind: Any) -> Any:
-    """Return the method of an optimizer that takes a loss, or a function that computes it."""
+    """Return an optimizer's `minimize`, which accepts a loss, or a function that computes it."""
 
     def minimize(self: Any, loss: Any, *args: Any, **options: Any) -> Any:
         if not callable(loss):
@@ -284,7 +284,7 @@ def minimizing_at_once(kind: Any) -> Any:
 
 
 def minimizing(kind: Any) -> Any:
-    """Return an optimizer of graphs that also updates variables at once."""
+    """Return an optimizer of graphs that can also update variables at once."""
 
     def compute_gradients(self: Any, loss: Any, var_list: Any = None, *args: Any) -> Any:
         if not callable(loss):
@@ -309,7 +309,7 @@ def minimizing(kind: Any) -> Any:
 
 
 def _of_lists(loss: Any) -> Any:
-    """Return a function of labels and predictions that takes lists too; others unchanged."""
+    """Return a function of labels and predictions that also accepts lists; others unchanged."""
 
     def call(y_true: Any, y_pred: Any, *args: Any, **options: Any) -> Any:
         return loss(*models.losses.aligned(y_true, y_pred), *args, **options)
@@ -374,14 +374,14 @@ _HARMLESS = {"deterministic", "experimental_deterministic", "experimental_slack"
 
 
 def _set_option(options: Any, name: str, value: Any) -> None:
-    """Set an option, or one that changes no result."""
+    """Set an option; options that change no result are accepted."""
     if name not in vars(options) and name not in _HARMLESS:
         raise TypeError(f"Options: {name} has no effect here, so leave it out.")
     object.__setattr__(options, name, value)
     options.__post_init__()
 
 
-_PARTS = dict.fromkeys(  # Of speed alone, which take any option.
+_PARTS = dict.fromkeys(  # These affect only speed, and accept any option.
     ["autotune", "experimental_optimization", "threading"], property(lambda _: SimpleNamespace())
 )
 _itself = property(lambda self: self)
@@ -393,7 +393,7 @@ makedirs = functools.partial(os.makedirs, exist_ok=True)
 
 
 def _unless_there(write: Any) -> Any:
-    """Return a function of two paths that leaves a file which is there as it is."""
+    """Return a function of two paths that never overwrites an existing file."""
 
     def call(src: Any, dst: Any, overwrite: bool = False) -> None:
         if not overwrite and os.path.exists(dst):
@@ -423,7 +423,7 @@ floatx, image_data_format = (lambda: "float32"), lambda: "channels_last"
 
 
 def do_not_convert(func: Any = None) -> Any:
-    """Return the function itself: no function is converted."""
+    """Return the function unchanged: no function is converted."""
     return do_not_convert if func is None else func
 
 

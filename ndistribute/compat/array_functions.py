@@ -1,4 +1,4 @@
-"""Functions of TensorFlow's that are a line or two of NumPy, with the names of its arguments.
+"""Functions of TensorFlow that take a line or two of NumPy, with TensorFlow's argument names.
 
 The tables of names adapt them: the first argument is a tensor, and so is the result.
 """
@@ -29,7 +29,7 @@ from ndistribute.tree import flatten, map_leaves, unflatten
 
 
 def argsort(values: Any, axis: int = -1, direction: str = "ASCENDING", stable: bool = False) -> Any:
-    """Return the order of the elements; of equal ones, the first comes first."""
+    """Return the indices that sort the elements; equal elements keep their order."""
     if direction not in ("ASCENDING", "DESCENDING"):
         raise ValueError(f"direction must be 'ASCENDING' or 'DESCENDING', got {direction!r}.")
     if direction == "ASCENDING":
@@ -49,7 +49,7 @@ UniqueWithCounts = namedtuple("UniqueWithCounts", "y idx count")
 
 
 def top_k(input: Any, k: int = 1, sorted: bool = True) -> TopK:
-    """Return the greatest elements of the last axis, and their places."""
+    """Return the largest elements along the last axis, and their indices."""
     first = argsort(input, direction="DESCENDING")[..., :k]
     return TopK(np.take_along_axis(input, first, -1), first)
 
@@ -72,14 +72,14 @@ def boolean_mask(tensor: Any, mask: Any, axis: int = 0) -> Any:
 
 
 def gather_nd(params: Any, indices: Any, batch_dims: int = 0) -> Any:
-    """Return slices at the places that the last axis of the indices names."""
+    """Return the slices at the positions in the last axis of the indices."""
     indices = np.asarray(indices)
     batch = np.indices(indices.shape[:batch_dims] + (1,) * (indices.ndim - 1 - batch_dims))
     return params[(*batch[:batch_dims], *places(indices, params.shape[batch_dims:]))]
 
 
 def places(indices: Any, shape: Any) -> tuple[Any, ...]:
-    """Return the indices of each axis, which the last axis of an array has.
+    """Return a tuple of the indices for each axis, from the last axis of an array.
 
     Raises:
         InvalidArgumentError: an index is below 0, or not below the length of its axis.
@@ -91,7 +91,7 @@ def places(indices: Any, shape: Any) -> tuple[Any, ...]:
 
 
 def scatter_nd(indices: Any, updates: Any, shape: Any) -> Any:
-    """Return zeros with updates added at places."""
+    """Return zeros with updates added at some positions."""
     updates = convert_to_tensor(updates)
     return tensor_scatter_nd_add(np.zeros(axis_of(shape), updates.dtype), indices, updates)
 
@@ -124,13 +124,13 @@ tensor_scatter_nd_min = _scatter(np.minimum.at)
 
 
 def pad(tensor: Any, paddings: Any, mode: str = "CONSTANT", constant_values: Any = 0) -> Any:
-    """Return the tensor with more elements around it."""
+    """Return the tensor, padded with elements around it."""
     options = {"constant_values": constant_values} if mode.upper() == "CONSTANT" else {}
     return np.pad(tensor, np.asarray(paddings), mode.lower(), **options)  # type: ignore[call-overload]
 
 
 def unique(x: Any, out_idx: Any = np.int32) -> Unique:
-    """Return the different elements in the order of the first of each, and the place of each."""
+    """Return the distinct elements in order of first occurrence, and each element's index there."""
     return Unique(*unique_with_counts(x, out_idx)[:2])
 
 
@@ -150,20 +150,20 @@ def meshgrid(*args: Any, indexing: str = "xy") -> Any:
 
 
 def linspace(start: Any, stop: Any, num: int, axis: int = 0) -> Any:
-    """Return numbers at equal distances."""
+    """Return evenly spaced numbers."""
     first, last = np.asarray(start), np.asarray(stop)
     kind = first.dtype if first.dtype.kind == "f" else np.float64
     return np.linspace(first, last, int(num), axis=axis, dtype=kind)
 
 
 def sequence_mask(lengths: Any, maxlen: Any = None, dtype: Any = np.bool_) -> Any:
-    """Return for each length as many ones, and then zeros."""
+    """Return for each length that many ones, followed by zeros."""
     count = int(np.max(lengths)) if maxlen is None else int(maxlen)
     return np.less(np.arange(count), np.asarray(lengths)[..., None]).astype(dtype)
 
 
 def broadcast_to(input: Any, shape: Any) -> Any:
-    """Return the tensor with a greater shape."""
+    """Return the tensor, broadcast to a shape."""
     return np.broadcast_to(input, tuple(np.asarray(shape)))
 
 
@@ -182,9 +182,9 @@ def map_fn(fn: Any, elems: Any, dtype: Any = None, fn_output_signature: Any = No
 
 
 def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None) -> Any:
-    """Return the tensor, scaled down if its norm is greater than a bound."""
+    """Return the tensor, scaled down if its norm exceeds a bound."""
     squares = np.sum(np.square(t), axis=axis_of(axes), keepdims=axes is not None)
-    some = np.greater(squares, 0)  # The root of 0 has no derivative.
+    some = np.greater(squares, 0)  # The square root has no derivative at 0.
     norm = np.where(some, np.sqrt(np.where(some, squares, np.ones_like(squares))), squares)
     return t * (clip_norm / np.maximum(norm, clip_norm)).astype(t.dtype)
 
@@ -204,7 +204,7 @@ def moments(x: Any, axes: Any, shift: Any = None, keepdims: bool = False) -> Any
 def batch_normalization(
     x: Any, mean: Any, variance: Any, offset: Any, scale: Any, variance_epsilon: float
 ) -> Any:
-    """Return the tensor with a mean and a variance removed, scaled and moved."""
+    """Return the tensor, normalised with a mean and a variance, then scaled and shifted."""
     factor = (1.0 if scale is None else scale) / np.sqrt(variance + variance_epsilon)
     return (x - mean) * factor + (0.0 if offset is None else offset)
 
@@ -222,7 +222,7 @@ def saturate_cast(value: Any, dtype: Any) -> Any:
     if new.kind not in "iu":
         return value.astype(new)
     least, greatest = int(np.iinfo(new).min), int(np.iinfo(new).max)
-    if old.kind == "f":  # The greatest integer may be none of the floats.
+    if old.kind == "f":  # A float may not be able to hold the largest integer exactly.
         top = old.type(greatest)
         greatest = int(top if int(top) <= greatest else np.nextafter(top, old.type(0)))
     else:
@@ -250,19 +250,19 @@ def unsorted_segment_sum(data: Any, segment_ids: Any, num_segments: int) -> Any:
     """Return the sums of the rows of each segment."""
     totals = np.zeros((int(num_segments), *data.shape[1:]), data.dtype)
     rows = np.asarray(segment_ids)
-    kept = rows >= 0  # TensorFlow drops the others.
+    kept = rows >= 0  # TensorFlow drops rows with other numbers.
     return tensor_scatter_nd_add(totals, rows[kept][:, None], data[kept])
 
 
 def count_nonzero(
     input: Any, axis: Any = None, keepdims: bool = False, dtype: Any = np.int64
 ) -> Any:
-    """Return how many elements are not 0."""
+    """Return the number of elements that are not 0."""
     return np.sum(np.not_equal(input, 0), axis_of(axis), dtype, keepdims=keepdims)
 
 
 def _cumulative(operation: Any, start: int) -> Any:
-    """Return a function that combines all elements up to each."""
+    """Return a function that combines, for each element, all elements up to it."""
 
     def call(x: Any, axis: int = 0, exclusive: bool = False, reverse: bool = False) -> Any:
         x = np.flip(x, axis) if reverse else x
@@ -290,12 +290,12 @@ def log_sigmoid(x: Any) -> Any:
 
 
 def relu(features: Any) -> Any:
-    """Return the elements, and 0 for those below it."""
+    """Return the elements, with 0 in place of negative ones."""
     return np.maximum(features, 0) if np.dtype(features.dtype).kind in "iu" else nn.relu(features)
 
 
 def relu6(features: Any) -> Any:
-    """Return the elements, limited to 0 and 6."""
+    """Return the elements, limited to the range from 0 to 6."""
     return np.where(np.less(features, 6), relu(features), np.ones_like(features) * 6)
 
 
@@ -313,7 +313,7 @@ def erf(x: Any) -> Any:
 
 
 def gelu(features: Any, approximate: bool = False) -> Any:
-    """Return the elements times the normal distribution function, or times about that."""
+    """Return the elements times the normal distribution function, or an approximation of it."""
     if approximate:
         return nn.gelu(features)
     if isinstance(features, Symbolic):
@@ -335,7 +335,7 @@ def matrix_transpose(a: Any) -> Any:
 
 
 def diag(diagonal: Any) -> Any:
-    """Return matrices with diagonals."""
+    """Return matrices with these diagonals."""
     return diagonal[..., None] * np.eye(diagonal.shape[-1], dtype=diagonal.dtype)
 
 
@@ -345,12 +345,12 @@ def diag_part(input: Any) -> Any:
 
 
 def to_number(input: Any, out_type: Any = np.float32) -> Any:
-    """Return the numbers that text has."""
+    """Return the numbers that texts contain."""
     return np.asarray(input).astype(out_type)
 
 
 def text_length(input: Any, unit: str = "BYTE") -> Any:
-    """Return how many bytes, or characters, text has."""
+    """Return the number of bytes, or of characters, of texts."""
     if unit not in ("BYTE", "UTF8_CHAR"):
         raise ValueError(f"unit must be 'BYTE' or 'UTF8_CHAR', got {unit!r}.")
     text = np.asarray(input)
@@ -358,7 +358,7 @@ def text_length(input: Any, unit: str = "BYTE") -> Any:
 
 
 def text_split(input: Any, sep: str | None = None, maxsplit: int = -1) -> Any:
-    """Return the words of one text; of several, there would be different numbers."""
+    """Return the words of a single text; several texts would have different numbers of words."""
     if np.ndim(input):
         raise NotImplementedError("tf.strings.split of several texts is ragged: split each one.")
     return np.array(str(input).split(sep or None, maxsplit))
@@ -371,13 +371,13 @@ def text_join(inputs: Any, separator: str = "") -> Any:
 
 
 def regex_replace(input: Any, pattern: str, rewrite: str, replace_global: bool = True) -> Any:
-    """Return text with what a regular expression finds replaced."""
+    """Return text in which the matches of a regular expression are replaced."""
     replaced = functools.partial(re.sub, pattern, rewrite, count=0 if replace_global else 1)
     return np.vectorize(replaced, otypes=[str])(input)
 
 
 def lower(input: Any, encoding: str = "") -> Any:
-    """Return text with small letters of ASCII, or with all small if told so."""
+    """Return text in lower case: ASCII letters only, unless the encoding is UTF-8."""
     if encoding not in ("", "utf-8"):
         raise ValueError(f"encoding must be '' or 'utf-8', got {encoding!r}.")
     if encoding:
@@ -386,7 +386,7 @@ def lower(input: Any, encoding: str = "") -> Any:
 
 
 def band_part(input: Any, num_lower: int, num_upper: int) -> Any:
-    """Return matrices with zeros but for some diagonals; below 0: all on this side."""
+    """Return matrices that are zero outside a band; a number below 0 keeps the whole side."""
     rows, columns = input.shape[-2:]
     offsets = np.arange(columns) - np.arange(rows)[:, None]
     kept = (num_upper < 0) | (offsets <= num_upper)
@@ -399,12 +399,12 @@ def segment_sum(data: Any, segment_ids: Any) -> Any:
 
 
 def softsign(features: Any) -> Any:
-    """Return the elements divided by one more than their size."""
+    """Return the elements divided by one plus their absolute values."""
     return features / (np.abs(features) + 1)
 
 
 def to_categorical(x: Any, num_classes: int | None = None) -> Any:
-    """Return labels as rows with a one; a last axis of length 1 goes."""
+    """Return labels as one-hot rows; a last axis of length 1 is dropped."""
     labels = np.asarray(x).astype(np.int64)
     if labels.ndim > 1 and labels.shape[-1] == 1:
         labels = labels[..., 0]
@@ -419,7 +419,7 @@ def pad_sequences(
     truncating: str = "pre",
     value: Any = 0.0,
 ) -> Any:
-    """Return an array of sequences, cut and filled up at one end to the same length."""
+    """Return an array of sequences, truncated and padded at one end to the same length."""
     for name, end in (("padding", padding), ("truncating", truncating)):
         if end not in ("pre", "post"):
             raise ValueError(f"pad_sequences: {name} must be 'pre' or 'post', got {end!r}.")

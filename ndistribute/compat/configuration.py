@@ -1,4 +1,4 @@
-"""Names of `tf.config` for devices, of preemption and of options, where arguments differ."""
+"""Names of `tf.config`, of preemption and of file options whose arguments differ from ours."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ndistribute.devices import set_logical_cpus
 
 
 class LogicalDevice(NamedTuple):
-    """A device that strategies and `tf.device` take."""
+    """A device that strategies and `tf.device` accept."""
 
     name: str
     device_type: str
@@ -21,7 +21,7 @@ class LogicalDevice(NamedTuple):
 
 
 class LogicalDeviceConfiguration(NamedTuple):
-    """What `set_logical_device_configuration` takes for each logical device."""
+    """The settings of a logical device for `set_logical_device_configuration`."""
 
     memory_limit: int | None = None
     experimental_priority: int | None = None
@@ -29,7 +29,7 @@ class LogicalDeviceConfiguration(NamedTuple):
 
 
 def _listing(where: str) -> Callable[..., list[LogicalDevice]]:
-    """Return a function that lists the GPUs and the logical CPUs, with names that say where."""
+    """Return a function that lists the GPUs and the logical CPUs, with their full names."""
 
     def listed(device_type: str | None = None) -> list[LogicalDevice]:
         devices = nd.list_devices(device_type and device_type.lower())
@@ -44,10 +44,10 @@ list_devices, list_logical_devices = map(_listing, ("/physical_device:", "/devic
 def set_logical_device_configuration(
     device: Any, logical_devices: Sequence[LogicalDeviceConfiguration]
 ) -> None:
-    """Set the number of logical CPUs; a GPU is one device, which strategies may name repeatedly.
+    """Set the number of logical CPUs; a GPU stays one device, which strategies may name repeatedly.
 
     Raises:
-        ValueError: several logical devices are wanted of a GPU, or a limit for one.
+        ValueError: several logical devices, or a memory limit, are requested for a GPU.
     """
     if any(any(limit is not None for limit in each) for each in logical_devices):
         raise ValueError("set_logical_device_configuration: limits have no effect: leave them out.")
@@ -74,7 +74,7 @@ def preemption_handler(
 
 
 class PreemptionWatcher:
-    """What TensorFlow learns from its coordination service; here a SIGTERM tells of preemption."""
+    """A watcher for preemption, which a SIGTERM announces here; TensorFlow asks a service."""
 
     def __init__(self) -> None:
         raise NotImplementedError(
@@ -85,7 +85,7 @@ class PreemptionWatcher:
 
 
 class FileOptions:
-    """`CheckpointOptions`, `SaveOptions`, `LoadOptions`: what writes and reads files, all here."""
+    """`CheckpointOptions`, `SaveOptions`, `LoadOptions`: this process writes and reads files."""
 
     def __init__(self, experimental_io_device: Any = None, **options: Any) -> None:
         wanted = sorted(name for name in options if options[name])

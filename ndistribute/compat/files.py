@@ -1,6 +1,6 @@
-"""Images and text in files, and directories of them with a folder for each class.
+"""Images and texts in files, and in directories with a folder for each class.
 
-Images are read by Pillow. Files are read when the dataset gives their elements.
+Pillow reads images. Files are read when the dataset yields their elements.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _pillow(part: str = "Image") -> Any:
 
 
 def read_file(filename: Any, name: Any = None) -> Any:
-    """Return the contents of a file: a tensor of text, or of one `bytes` if it is no UTF-8."""
+    """Return the contents of a file: a tensor of text, or of one `bytes` if it is not UTF-8."""
     contents = Path(str(filename)).read_bytes()
     try:
         return as_tensor(np.array(contents.decode()))
@@ -53,7 +53,7 @@ def decode_image(
 
     Args:
         contents: what `read_file` returned, or `bytes`.
-        channels: 1, 3 or 4; 0 or None: as many as the file has.
+        channels: 1, 3 or 4; 0 or None means as many as the file has.
         dtype: `uint8`, or a dtype of floats, whose images are between 0 and 1.
         name: ignored.
         expand_animations: must be False: the first image of several is returned.
@@ -76,7 +76,7 @@ def load_img(
     target_size: Sequence[int] | None = None,
     interpolation: str = "nearest",
 ) -> Any:
-    """Return an image of Pillow, of the height and width `target_size` if they are given."""
+    """Return a Pillow image, of the height and width `target_size` unless it is None."""
     pillow = _pillow()
     image = pillow.open(path).convert(_MODES[color_mode])
     if target_size is None:
@@ -92,9 +92,9 @@ def img_to_array(img: Any, dtype: Any = np.float32) -> Any:
 
 
 def array_to_img(x: Any, *, scale: bool = True) -> Any:
-    """Return an image of Pillow for an array; `scale` makes its least number 0, its greatest 255.
+    """Return a Pillow image of an array; `scale` maps its smallest number to 0, its largest to 255.
 
-    Without `scale` its numbers are from 0 to 255.
+    Without `scale`, the numbers must be from 0 to 255.
     """
     array = img_to_array(x)
     if scale:
@@ -106,7 +106,7 @@ def array_to_img(x: Any, *, scale: bool = True) -> Any:
 
 
 def save_img(path: Any, x: Any, file_format: str | None = None, scale: bool = True) -> None:
-    """Write an array as a file of an image; see `array_to_img`."""
+    """Write an array as an image file; see `array_to_img`."""
     array_to_img(x, scale=scale).save(path, file_format)
 
 
@@ -117,10 +117,10 @@ def image_dataset_from_directory(
     interpolation: str = "bilinear",
     **options: Any,
 ) -> Any:
-    """Return a dataset of images of one size, `float32` from 0 to 255, and their labels.
+    """Return a dataset of images of one size, as `float32` from 0 to 255, and their labels.
 
     Args:
-        directory: with a folder for each class.
+        directory: a directory with a folder for each class.
         color_mode: ``"rgb"``, ``"rgba"`` or ``"grayscale"``.
         image_size: the height and width.
         interpolation: ``"bilinear"`` or ``"nearest"``.
@@ -154,19 +154,19 @@ def timeseries_dataset_from_array(
     start_index: int | None = None,
     end_index: int | None = None,
 ) -> Any:
-    """Return a dataset of sequences of rows of an array, with the target of each one's first row.
+    """Return a dataset of sequences of an array's rows, each with the target of its first row.
 
     Args:
-        data: an array, by time.
-        targets: the target of the sequence that begins at each row; None: there are none.
+        data: an array, ordered by time.
+        targets: for each row, the target of the sequence that begins there; None for no targets.
         sequence_length: the number of rows of a sequence.
-        sequence_stride: the rows from the start of a sequence to the next one's.
-        sampling_rate: the rows from one in a sequence to the next.
-        batch_size: None: elements are single sequences.
+        sequence_stride: the number of rows between the starts of successive sequences.
+        sampling_rate: the number of rows between successive rows of a sequence.
+        batch_size: the number of sequences per batch; None yields single sequences.
         shuffle: whether the order changes in each epoch.
-        seed: of the order.
+        seed: the seed of the order.
         start_index: the first row that is used.
-        end_index: the row after the last one that is used.
+        end_index: the row after the last row that is used.
     """
     data = np.asarray(data)[start_index:end_index]
     count = len(data) - (sequence_length - 1) * sampling_rate
@@ -200,20 +200,20 @@ def _of_directory(
     subset: str | None = None,
     verbose: bool = True,
 ) -> Any:
-    """Return a dataset of what is in the files of a directory.
+    """Return a dataset of the contents of the files in a directory.
 
     Args:
         directory: see `image_dataset_from_directory`.
         load: a function of the path of a file.
-        endings: of the names of the files.
-        labels: ``"inferred"``, the number of each file's folder; or None: there are no labels.
-        label_mode: ``"int"``, ``"binary"``, ``"categorical"``; or None: there are no labels.
-        class_names: the folders in the order of their numbers; None sorts them.
-        batch_size: None: elements are single examples.
-        shuffle: whether the order changes in each epoch; else it is that of the names.
-        seed: of the order; needed to divide the files.
-        validation_split: the share of the files that is kept for validation.
-        subset: ``"training"``, ``"validation"`` or, for a tuple, ``"both"``.
+        endings: the endings of the names of the files.
+        labels: ``"inferred"`` for the number of each file's folder, or None for no labels.
+        label_mode: ``"int"``, ``"binary"``, ``"categorical"``, or None for no labels.
+        class_names: the folders in the order of their numbers; None sorts the folders.
+        batch_size: the number of examples per batch; None yields single examples.
+        shuffle: whether the order changes in each epoch; False sorts by name.
+        seed: the seed of the order; it is required to divide the files.
+        validation_split: the fraction of the files that is kept for validation.
+        subset: ``"training"``, ``"validation"``, or ``"both"`` for a tuple of the two.
         verbose: ignored.
     """
     share, subsets = validation_split, (None, "training", "validation", "both")
@@ -257,7 +257,7 @@ def _of_directory(
 
 
 def _files_of(root: Any, folders: Any, endings: tuple[str, ...]) -> tuple[list[str], list[int]]:
-    """Return the paths of files with some endings, by folder and name, and the folders' numbers."""
+    """Return paths of files with some endings, by folder and name, and their folders' numbers."""
     paths, numbers = list[str](), list[int]()
     for number, folder in enumerate(folders):
         tree = os.walk(os.path.join(root, folder))
@@ -271,7 +271,7 @@ def _files_of(root: Any, folders: Any, endings: tuple[str, ...]) -> tuple[list[s
 
 
 def _labels(numbers: Any, mode: str | None, count: int) -> Any:
-    """Return the numbers of classes in the form of a mode."""
+    """Return class numbers in the form of a label mode."""
     modes: dict[Any, Any] = {
         None: numbers,
         "int": numbers,
@@ -292,23 +292,24 @@ def plot_model(
     dpi: int = 96,
     **details: Any,
 ) -> Any:
-    """Draw the layers of a functional model and what they are connected to; return the image.
+    """Draw the layers of a functional model and their connections; return the image.
 
     Args:
         model: a functional model, or a `Sequential` that knows its input.
-        to_file: where to write the image; None: nowhere.
-        show_shapes: whether the boxes have the shapes of outputs.
+        to_file: the path of the image file; None writes no file.
+        show_shapes: whether the boxes show the shapes of outputs.
         rankdir: ``"TB"``, from top to bottom, or ``"LR"``, from left to right.
-        dpi: the dots of an inch, 8 lines of text.
-        details: `expand_nested` and `show_layer_names` change nothing: a model is one box, and
-            boxes have names. Others are refused.
+        dpi: the dots per inch; an inch has 8 lines of text.
+        details: `expand_nested` and `show_layer_names` have no effect: a nested model is one box,
+            and boxes have names. Other keywords are refused.
     """
     ignored = "expand_nested", "show_layer_names"
     wrong = [name for name in details if details[name] and name not in ignored]
     if wrong or rankdir not in ("TB", "LR"):
         raise ValueError(f"plot_model: it has no {wrong}, and rankdir is 'TB' or 'LR': leave out.")
     texts, before = dict[str, str](), dict[str, list[str]]()
-    places = dict[str, tuple[int, int]]()  # The distance from the inputs, and the number there.
+    # The distance from the inputs, and the number among layers at that distance.
+    places = dict[str, tuple[int, int]]()
     for label, shapes, _, sources in model._connected().rows():
         name = label.partition(" (")[0]
         texts[name] = label + f"\n{shapes}" * show_shapes

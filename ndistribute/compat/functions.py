@@ -1,6 +1,6 @@
-"""`tf.Module`, and `tf.function`, which checks the arguments of a function that has a signature.
+"""`tf.Module`, and `tf.function`, which checks a function's arguments if it has a signature.
 
-Python's control flow is that of the program: nothing is traced, unless XLA compiles the function.
+Functions run as plain Python: they are not traced, unless XLA compiles them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SignatureError(InvalidArgumentError, TypeError):
 
 
 def _function(func: Any = None, input_signature: Any = None, jit_compile: Any = None) -> Any:
-    """Return a function itself, one that checks its arguments, or one that XLA has compiled."""
+    """Return a function unchanged, with checked arguments, or compiled by XLA."""
     if func is None:
         return lambda func: _function(func, input_signature, jit_compile)
     if jit_compile:
@@ -107,5 +107,5 @@ class Module(Layer):
 
     @classmethod
     def with_name_scope(cls, method: Any) -> Any:
-        """Return the method itself: names of variables are not changed."""
+        """Return the method unchanged: the names of variables do not change."""
         return method

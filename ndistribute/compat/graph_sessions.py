@@ -1,4 +1,4 @@
-"""Sessions of TensorFlow 1 that call no hooks of their own, their manager, and their timer."""
+"""TensorFlow 1's sessions without built-in hooks, their manager, and their timer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ndistribute.timers import Timer
 def ChiefSessionCreator(  # noqa: N802
     scaffold: Any = None, *, checkpoint_filename_with_path: str | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Return how a `MonitoredSession` of a chief begins: with what `MonitoredTrainingSession` has.
+    """Return the creator of a chief's `MonitoredSession`, as `MonitoredTrainingSession` has it.
 
     Args:
         scaffold: see `MonitoredTrainingSession`.
-        checkpoint_filename_with_path: the checkpoint to restore; None: the newest of a folder.
+        checkpoint_filename_with_path: the checkpoint to restore; None means the newest in a folder.
         options: `master`, `config` and `checkpoint_dir`, see `MonitoredTrainingSession`.
     """
     path = checkpoint_filename_with_path
@@ -33,18 +33,18 @@ def ChiefSessionCreator(  # noqa: N802
 
 
 def WorkerSessionCreator(scaffold: Any = None, **options: Any) -> dict[str, Any]:  # noqa: N802
-    """Return how a `MonitoredSession` of another worker begins: it waits for the chief.
+    """Return the creator of another worker's `MonitoredSession`, which waits for the chief.
 
-    Its options are those of a chief, and `max_wait_secs`, half an hour.
+    Its options are those of a chief, and `max_wait_secs`, by default half an hour.
     """
     return {"max_wait_secs": 30 * 60, **ChiefSessionCreator(scaffold, **options), "is_chief": False}
 
 
 class MonitoredSession(MonitoredBytesSession):
-    """A session that calls the hooks that it gets, and no others.
+    """A session that calls only the hooks that are passed to it.
 
     Args:
-        session_creator: how it begins; None: as a chief in this process.
+        session_creator: the creator of the session; None means that of a chief in this process.
         hooks: the hooks.
         stop_grace_period_secs: the time for threads to end.
     """
@@ -58,7 +58,7 @@ class MonitoredSession(MonitoredBytesSession):
 
 
 class SingularMonitoredSession(MonitoredSession):
-    """A `MonitoredSession` of a chief, with the session behind it; it recovers, too.
+    """A chief's `MonitoredSession` that also gives access to the raw session; it recovers too.
 
     Args:
         hooks: the hooks.
@@ -77,10 +77,11 @@ class SessionManager:
     """Opens sessions in which the variables of a graph have values.
 
     Args:
-        local_init_op: run in each session; None: nothing is.
-        ready_op: see `Scaffold`; None: sessions are ready at once.
-        graph: the graph; None: the default graph.
-        ops: `ready_for_local_init_op`, which tells when `local_init_op` can run; None: at once.
+        local_init_op: the operation to run in each session; None means none.
+        ready_op: see `Scaffold`; None means that sessions are ready at once.
+        graph: the graph; None means the default graph.
+        ops: `ready_for_local_init_op`, which tells when `local_init_op` can run; None means at
+            once.
 
     >>> from ndistribute.graph import Graph, Variable, global_variables_initializer
     >>> with Graph().as_default():
@@ -108,16 +109,17 @@ class SessionManager:
         """Return a session with the values of the newest checkpoint, or else of `init_op`.
 
         Args:
-            master: the address of the server to use; empty: this process.
+            master: the address of the server to use; an empty text means this process.
             init_op: see `Scaffold`.
-            saver: restores the checkpoint.
+            saver: the saver that restores the checkpoint.
             checkpoint_dir: its folder.
             how: `max_wait_secs`, how long to wait for tasks that come back; `config`, a
                 `ConfigProto`; `init_feed_dict`, see `Scaffold`; `init_fn`, a function of a session.
 
         Raises:
-            RuntimeError: there is no checkpoint, and nothing to initialise by.
-            FailedPreconditionError: it is not ready afterwards.
+            RuntimeError: there is neither a checkpoint nor an operation or function that
+                initialises.
+            FailedPreconditionError: the session is not ready afterwards.
         """
         start = how.get("init_fn")
         none = init_op is start is self._scaffold.local_init_op is None
@@ -141,12 +143,12 @@ class SessionManager:
         """Return a session once another process has initialised the variables.
 
         Raises:
-            DeadlineExceededError: it has not within `max_wait_secs`.
+            DeadlineExceededError: the variables have no values within `max_wait_secs`.
         """
         return self._opened(master, None, {"max_wait_secs": math.inf, **how}, is_chief=False)
 
     def completed(self, scaffold: Scaffold) -> Scaffold:
-        """Return a scaffold with the operations of this manager where it has none."""
+        """Return a scaffold, completed with the operations of this manager."""
         made = {name: each for name, each in vars(self._scaffold).items() if each is not None}
         lacking = [name for name, each in vars(scaffold).items() if each is None]
         return dataclasses.replace(scaffold, **{k: made[k] for k in lacking if k in made})
@@ -160,7 +162,7 @@ class SessionManager:
 
 
 def of_session(init_fn: Callable[[Any], None] | None) -> Any:
-    """Return the `init_fn` of a `Scaffold` for a function of a session, or for None."""
+    """Return a function of a session, or None, as the `init_fn` of a `Scaffold`."""
     return None if init_fn is None else lambda scaffold, session: init_fn(session)
 
 
@@ -169,7 +171,7 @@ def _has_checkpoint(saver: Saver | None, folder: str | None) -> bool:
 
 
 class SecondOrStepTimer(Timer):
-    """Tells when so many seconds or steps have passed; see `Timer`.
+    """Tells when a number of seconds or steps has passed; see `Timer`.
 
     >>> timer = SecondOrStepTimer(every_steps=3)
     >>> timer.update_last_triggered_step(1)
@@ -192,5 +194,5 @@ class SecondOrStepTimer(Timer):
         return (None, None) if last is None else (self._last_time - before, step - last)
 
     def last_triggered_step(self) -> int | None:
-        """Return the step at which it started."""
+        """Return the step at which the timer last started."""
         return self.last_step

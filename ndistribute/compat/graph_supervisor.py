@@ -1,7 +1,7 @@
 """`tf.train.Supervisor`: a session of a graph, with threads that save it and write its summaries.
 
-Its session is opened and its variables restored as those of a `MonitoredTrainingSession`, whose
-hooks do between steps what these threads do by the clock.
+It opens its session and restores variables as a `MonitoredTrainingSession` does. The hooks of that
+session work between steps; the threads here do the same work at fixed intervals.
 """
 
 from __future__ import annotations
@@ -28,26 +28,28 @@ from ndistribute.timers import UNSET, Timer
 
 
 class Supervisor(Coordinator):
-    """Starts a training, saves its state and summaries, counts its steps, and stops its threads.
+    """Starts training, saves its state and summaries, counts its steps, and stops its threads.
 
-    It is the coordinator, `coord`, of these threads.
+    The supervisor itself is the coordinator, `coord`, of these threads.
 
-    The chief gives variables their values, those of the last checkpoint in `logdir` if there is
-    one; others wait for it. Make it when the graph is complete.
+    The chief gives variables their values: from the last checkpoint in `logdir`, if there is one.
+    The other processes wait for the chief. Create the supervisor when the graph is complete.
 
     Args:
-        graph: the graph; None: the default graph.
+        graph: the graph; None means the default graph.
         is_chief: whether this is the process that initialises and saves.
-        logdir: the folder of checkpoints and summaries; None: none.
-        summary_op: the summary to write; None: none is written by itself.
-        saver: saves and restores; None: nothing is saved.
-        global_step: the variable that counts the steps; None: that of the graph.
-        save_summaries_secs: seconds between summaries, and between reports of the speed; 0: none.
-        save_model_secs: seconds between checkpoints; 0: none.
+        logdir: the folder of checkpoints and summaries; None means no folder.
+        summary_op: the summary to write; None means that no summary is written automatically.
+        saver: the saver that saves and restores; None saves nothing.
+        global_step: the variable that counts the steps; None means that of the graph.
+        save_summaries_secs: seconds between summaries, and between reports of the speed; 0 means
+            none.
+        save_model_secs: seconds between checkpoints; 0 means none.
         stop_grace_secs: the time for threads to end.
         checkpoint_basename: the beginning of the names of checkpoints.
-        summary_writer: what writes summaries; None: none does.
-        session_manager: has `ready_op` and `local_init_op`, if these are not given.
+        summary_writer: the writer of summaries; None writes none.
+        session_manager: a manager with `ready_op` and `local_init_op`, which are used if they are
+            not in `ops`.
         init_fn: called as ``init_fn(session)`` after `init_op`.
         ops: `init_op`, `init_feed_dict`, `ready_op` and other operations of a `Scaffold`.
 
@@ -110,7 +112,7 @@ class Supervisor(Coordinator):
         """Return a session in which the variables have values; start the threads of the chief.
 
         Args:
-            master: the address of the server to use; empty: this process.
+            master: the address of the server to use; an empty text means this process.
             config: a `ConfigProto`.
             max_wait_secs: how long to wait for the chief, and for tasks that come back.
             start_standard_services: whether the chief saves and writes summaries from threads.
@@ -132,9 +134,9 @@ class Supervisor(Coordinator):
     ) -> Iterator[Session]:
         """Return a context manager with a session; at its end the threads are stopped.
 
-        A failure in the block, or in a thread, is raised at its end; the end of the input is none.
-        The chief saves a last checkpoint, unless an interrupt ended the block. Other options are
-        those of `prepare_or_wait_for_session`.
+        A failure in the block or in a thread is raised at the end of the block. The end of the
+        input is not a failure. The chief saves a last checkpoint, unless an interrupt ended the
+        block. Other options are those of `prepare_or_wait_for_session`.
         """
         session, is_interrupted = None, True
         try:
@@ -167,9 +169,9 @@ class Supervisor(Coordinator):
     def loop(
         self, timer_interval_secs: float | None, target: Any, args: Any = None, kwargs: Any = None
     ) -> threading.Thread:
-        """Start a thread that calls a function now, and every so many seconds until the stop.
+        """Start a thread that calls a function now, and then at an interval until the stop.
 
-        With None it calls the function again at once.
+        With None as the interval, it calls the function again at once.
         """
 
         def work() -> None:
@@ -185,7 +187,7 @@ class Supervisor(Coordinator):
         return thread
 
     def start_queue_runners(self, sess: Any = None, queue_runners: Any = None) -> list[Any]:
-        """Do nothing: there are no queues, and their runners are None."""
+        """Do nothing, because there are no queues and no runners."""
         if any(runner is not None for runner in queue_runners or ()):
             raise ValueError(f"there are no queues to run, got {queue_runners!r}.")
         return []
@@ -199,7 +201,7 @@ class Supervisor(Coordinator):
         self.summary_writer.add_summary(summary, global_step)
 
     def start_standard_services(self, sess: Session) -> None:
-        """Start the threads by which the chief saves, writes summaries and reports its speed."""
+        """Start the chief's threads, which save, write summaries and report the speed."""
         if not self.is_chief:
             raise RuntimeError("only the chief saves and writes summaries: pass is_chief=True.")
         session = sess

@@ -1,4 +1,4 @@
-"""What TensorFlow 1 has beside `ndistribute.graph`: flags, `app.run`, sessions and losses."""
+"""Names of TensorFlow 1 that `ndistribute.graph` lacks: flags, `app.run`, sessions and losses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def get_logger() -> logging.Logger:
 
 
 class BytesSession(graph.Session):
-    """A session that returns text as bytes, and arrays, which constants before any graph are."""
+    """A session that returns text as bytes, and also fetches arrays, such as early constants."""
 
     def run(self, fetches: Any, *args: Any, **options: Any) -> Any:
         """Return the values of fetches; see `ndistribute.graph.Session`."""
@@ -42,7 +42,7 @@ class BytesSession(graph.Session):
 
 
 class MonitoredBytesSession(graph.MonitoredTrainingSession):
-    """A session with hooks, of TensorFlow's kind."""
+    """A session with hooks that returns text as bytes."""
 
     _session_type = BytesSession
 
@@ -55,7 +55,7 @@ def device(program: Program, name: Any) -> Any:
 def name_scope(
     program: Program, name: str | None, default_name: str | None = None, values: Any = None
 ) -> Any:
-    """Return a context manager that puts a name before those of operations."""
+    """Return a context manager that puts a name before the names of operations."""
     if not program.uses_graphs():
         return contextlib.nullcontext(name)
     return graph.get_default_graph().name_scope(name or default_name)
@@ -79,7 +79,7 @@ _NUMBERED = "float32 float64 int32 uint8 int16 int8 str complex64 int64 bool".sp
 
 
 def dtype_of(kind: Any) -> np.dtype[Any]:
-    """Return a dtype; a ``"float"`` of TensorFlow has 32 bits, and its dtypes have numbers."""
+    """Return a dtype; TensorFlow's ``"float"`` has 32 bits, and its dtypes also have numbers."""
     if type(kind) is int and 0 < kind <= len(_NUMBERED):
         return np.dtype(_NUMBERED[kind - 1])
     is_float = kind is float or (isinstance(kind, str) and kind == "float")
@@ -102,7 +102,7 @@ def set_random_seed(seed: int) -> None:
 
 
 def global_step(sess: Any, global_step_tensor: Any) -> int:
-    """Return the number of steps made."""
+    """Return the number of steps that were made."""
     return int(sess.run(global_step_tensor))
 
 
@@ -112,7 +112,7 @@ def local_variables_initializer() -> Any:
 
 
 def check_layout(data_format: Any, dilations: Any = 1, known: str = "NHWC") -> None:
-    """Raise ValueError for what only other libraries compute."""
+    """Raise ValueError for a layout that only other libraries support."""
     if data_format not in (None, known) or windows(dilations or 1) != (1, 1):
         wrong = f"{data_format!r} and {dilations!r}"
         raise ValueError(f"data_format must be {known!r} and dilations 1, got {wrong}.")
@@ -135,7 +135,7 @@ def conv2d(
 
 
 def _pool(of_windows: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of windows that are given as TensorFlow does."""
+    """Return a pooling function with TensorFlow's arguments for windows."""
 
     def pool(value: Any, ksize: Any, strides: Any, padding: str, data_format: Any = "NHWC") -> Any:
         check_layout(data_format)
@@ -158,7 +158,7 @@ def while_loop(
     maximum_iterations: Any = None,
     name: Any = None,
 ) -> Any:
-    """Return the values of a loop, which is an operation where operations are made."""
+    """Return the values of a loop; in a graph, the loop is an operation."""
     if program.uses_graphs():
         return graph.while_loop(cond, body, loop_vars, maximum_iterations, name or "while")
     values = list(loop_vars)
@@ -172,7 +172,7 @@ def while_loop(
 
 
 def py_func(func: Any, inp: Any, Tout: Any, stateful: bool = True, name: Any = None) -> Any:  # noqa: N803
-    """Return the results of a Python function, as many as there are dtypes."""
+    """Return the results of a Python function, one for each dtype."""
     listed = isinstance(Tout, list | tuple)
     results = len(Tout) if listed else 1
     if not listed or results != 1:
@@ -202,7 +202,7 @@ to_float, to_int32, to_int64 = map(_cast_to, (np.float32, np.int32, np.int64))
 
 
 def _initializer(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that makes initializers, which draw random numbers in the graph."""
+    """Return a function that makes initializers that draw random numbers in the graph."""
 
     def make(*args: Any, seed: int | None = None, dtype: Any = None, **options: Any) -> Any:
         @accepting("partition_info")
@@ -223,7 +223,7 @@ truncated_normal_initializer = _initializer(graph.truncated_normal)
 def dropout(
     x: Any, keep_prob: Any = None, noise_shape: Any = None, seed: Any = None, rate: Any = None
 ) -> Any:
-    """Return the tensor with elements of zero, and the others divided by the part that is kept."""
+    """Return the tensor with some elements set to zero, and others divided by the kept part."""
     kept = keep_prob if rate is None else 1.0 - rate
     drawn = graph.random_uniform(np.shape(x) if noise_shape is None else noise_shape, seed=seed)
     return np.where(np.less(drawn, kept), x / kept, 0.0)
@@ -241,7 +241,7 @@ def in_top_k(predictions: Any, targets: Any, k: int) -> Any:
 
 
 def zero_fraction(value: Any) -> Any:
-    """Return which part of the elements is zero."""
+    """Return the fraction of the elements that are zero."""
     return np.mean(np.equal(value, 0).astype(np.float32))
 
 
@@ -250,7 +250,7 @@ def _tensor(value: Any) -> Any:
 
 
 def _check_ranks(labels: Any, predictions: Any) -> None:
-    """Raise ValueError if labels have another number of axes, which would be broadcast."""
+    """Raise ValueError if labels have another number of axes, because they would be broadcast."""
     shapes = [_tensor(values).shape for values in (labels, predictions)]
     if None not in shapes and len({len(shape or ()) for shape in shapes}) > 1:
         raise ValueError(
@@ -260,7 +260,7 @@ def _check_ranks(labels: Any, predictions: Any) -> None:
 
 
 def _mean_of(of_each: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the mean of losses with a weight that is not 0, which a collection gets."""
+    """Return the mean of the losses whose weight is not 0, and add it to a collection."""
 
     @functools.wraps(of_each)
     def mean_loss(
@@ -296,7 +296,7 @@ def absolute_difference(labels: Any, predictions: Any) -> Any:
 
 @_mean_of
 def huber_loss(labels: Any, predictions: Any, delta: float = 1.0) -> Any:
-    """Return the mean of half the squared differences up to `delta`, and linear beyond it."""
+    """Return the mean Huber loss: half the squared difference up to `delta`, linear beyond it."""
     error = np.abs(_error(labels, predictions))
     below = np.minimum(error, delta)
     return np.square(below) / 2 + delta * (error - below)
@@ -327,7 +327,7 @@ def sparse_softmax_cross_entropy(labels: Any, logits: Any) -> Any:
 
 @_mean_of
 def sigmoid_cross_entropy(multi_class_labels: Any, logits: Any, label_smoothing: float = 0) -> Any:
-    """Return the mean cross entropy of probabilities that do not exclude each other."""
+    """Return the mean cross entropy of independent probabilities."""
     _check_ranks(multi_class_labels, logits)
     labels = _tensor(multi_class_labels).astype(_tensor(logits).dtype or np.float32)
     if label_smoothing:
@@ -336,19 +336,19 @@ def sigmoid_cross_entropy(multi_class_labels: Any, logits: Any, label_smoothing:
 
 
 def get_regularization_loss(scope: str | None = None) -> Any:
-    """Return the sum of the losses that regularizers of variables gave."""
+    """Return the sum of the losses from regularizers of variables."""
     losses = get_collection(REGULARIZATION_LOSSES, scope)
     return sum(losses) if losses else graph.constant(0.0)
 
 
 def get_total_loss(add_regularization_losses: bool = True) -> Any:
-    """Return the sum of the losses in the collection ``"losses"``, and of regularizers."""
+    """Return the sum of the losses in the collection ``"losses"`` and from regularizers."""
     losses = sum(get_collection("losses"), start=0.0)
     return losses + get_regularization_loss() if add_regularization_losses else losses
 
 
 def l2_regularizer(scale: float) -> Callable[[Any], Any]:
-    """Return a function of a variable: half the sum of its squares, times a number."""
+    """Return a function of a variable that returns half the sum of its squares, times a number."""
     return lambda variable: scale * np.sum(np.square(variable)) / 2
 
 
@@ -356,7 +356,7 @@ def l2_regularizer(scale: float) -> Callable[[Any], Any]:
 def numpy_input_fn(
     x: Any, y: Any = None, batch_size: int = 128, num_epochs: int | None = 1, shuffle: Any = None
 ) -> Callable[[], Dataset]:
-    """Return an input function that gives batches of arrays; None epochs: for ever."""
+    """Return an input function that yields batches of arrays, forever if the epochs are None."""
     if shuffle is None:
         raise ValueError("numpy_input_fn: shuffle must be True or False.")
 
@@ -369,7 +369,7 @@ def numpy_input_fn(
 
 
 def windows(values: Any) -> tuple[int, int]:
-    """Return the height and width of strides or windows, given as one to four numbers."""
+    """Return the height and width of strides or windows from one to four numbers."""
     numbers = [values, values] if isinstance(values, int) else list(values)
     height, width = numbers[1:3] if len(numbers) == 4 else (numbers * 2)[:2]
     return int(height), int(width)
@@ -389,11 +389,11 @@ class _Flags:
         return vars(self)[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        getattr(self, name)  # It must be defined.
+        getattr(self, name)  # The flag must be defined.
         vars(self)[name] = value
 
     def __call__(self, argv: list[str]) -> list[str]:
-        """Parse a command line; return what is left."""
+        """Parse a command line; return the remaining arguments."""
         values, rest = self._parser.parse_known_args(argv[1:])
         vars(self).update(vars(values))
         return [argv[0], *rest]
@@ -426,7 +426,7 @@ DEFINE_float = _defines(float)
 
 
 def DEFINE_boolean(flag_name: str, default_value: Any, docstring: Any = None) -> None:  # noqa: N802
-    """Define a flag that is true or false; alone, it means true, and false after ``no``."""
+    """Define a flag that is true or false; ``--name`` sets it to true, ``--noname`` to false."""
     FLAGS.define(flag_name, default_value, docstring, type=_truth, nargs="?", const=True)
     no: Any = {"dest": flag_name, "action": "store_const", "const": False}
     FLAGS.define(f"no{flag_name}", argparse.SUPPRESS, None, **no)
@@ -439,7 +439,7 @@ def run(main: Callable[..., Any] | None = None, argv: list[str] | None = None) -
 
 
 def set_verbosity(level: int) -> None:
-    """Set from which level on messages are shown."""
+    """Set the lowest level of messages that are shown."""
     logging.basicConfig(format="%(levelname)s:%(message)s")
     _log.setLevel(level)
 
@@ -453,6 +453,7 @@ def _as_bytes(value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.dtype.kind == "U":
         encoded = np.char.encode(value, "utf-8")
         return encoded.item() if not encoded.ndim else encoded.astype(object)
-    if isinstance(value, np.ndarray) and not value.ndim:  # A number, as NumPy's functions return.
+    # A number, as NumPy's functions return it.
+    if isinstance(value, np.ndarray) and not value.ndim:
         return value[()]
     return value

@@ -16,7 +16,7 @@ from ndistribute.errors import InvalidArgumentError
 
 
 def convert_image_dtype(image: Any, dtype: Any, saturate: bool = False) -> Any:
-    """Return an image of another dtype; 1 of floats is the greatest number of integers."""
+    """Return an image of another dtype; 1.0 becomes the largest number of an integer dtype."""
     old, new = np.dtype(image.dtype), np.dtype(dtype)
     if old == new or (old.kind == new.kind == "f"):
         return image.astype(new)
@@ -32,7 +32,7 @@ def convert_image_dtype(image: Any, dtype: Any, saturate: bool = False) -> Any:
 
 
 def _in_floats(change: Any) -> Any:
-    """Return a function of images that computes in floats, and returns the dtype of the image."""
+    """Return a function of images that computes in floats, and returns the image's dtype."""
 
     @functools.wraps(change)
     def call(image: Any, *args: Any, **options: Any) -> Any:
@@ -52,14 +52,14 @@ def adjust_brightness(image: Any, delta: Any) -> Any:
 
 @_in_floats
 def adjust_contrast(images: Any, contrast_factor: Any) -> Any:
-    """Return images with the distance to the mean of each channel multiplied."""
+    """Return images in which each distance to the mean of a channel is multiplied."""
     mean = np.mean(images, (-3, -2), keepdims=True)
     return (images - mean) * contrast_factor + mean
 
 
 @_in_floats
 def adjust_saturation(image: Any, saturation_factor: Any) -> Any:
-    """Return an image in colours with their saturation multiplied."""
+    """Return a colour image with its saturation multiplied."""
     value = np.max(image, -1, keepdims=True)
     low = np.min(image, -1, keepdims=True)
     spread = np.where(np.greater(value, low), value - low, np.ones_like(value))
@@ -69,12 +69,12 @@ def adjust_saturation(image: Any, saturation_factor: Any) -> Any:
 
 @_in_floats
 def rgb_to_grayscale(images: Any) -> Any:
-    """Return images with one channel for three."""
+    """Return images with one channel instead of three."""
     return np.sum(images * np.asarray([0.2989, 0.587, 0.114], images.dtype), -1, keepdims=True)
 
 
 def grayscale_to_rgb(images: Any) -> Any:
-    """Return images with three channels for one."""
+    """Return images with three channels instead of one."""
     if images.shape[-1] != 1:
         raise InvalidArgumentError(f"expected one channel, got {images.shape[-1]}.")
     return np.repeat(images, 3, -1)
@@ -120,7 +120,7 @@ def pad_to_bounding_box(
 
 
 def resize_with_crop_or_pad(image: Any, target_height: int, target_width: int) -> Any:
-    """Return images of a size: their middle, or with zeros around them."""
+    """Return images of another size: cropped to their middle, or with zeros around them."""
     height, width = image.shape[-3:-1]
     rows, columns = min(height, target_height), min(width, target_width)
     image = crop_to_bounding_box(image, (height - rows) // 2, (width - columns) // 2, rows, columns)
@@ -144,7 +144,7 @@ def resize(
     preserve_aspect_ratio: bool = False,
     antialias: bool = False,
 ) -> Any:
-    """Return images of another size: float32, or of their dtype if they have nearest neighbours."""
+    """Return images of another size: as float32, or in their dtype with nearest neighbours."""
     if antialias or method not in ("bilinear", "nearest"):
         how = f"antialias={antialias}" if antialias else f"method {method!r}"
         raise NotImplementedError(f"tf.image.resize: {how}. Use 'bilinear', 'nearest' or Pillow.")
@@ -178,14 +178,14 @@ def per_image_standardization(image: Any) -> Any:
 
 
 def total_variation(images: Any) -> Any:
-    """Return the sum of the differences of neighbours, for each image."""
+    """Return the sum of the absolute differences of neighbours, for each image."""
     rows = np.abs(images[..., 1:, :, :] - images[..., :-1, :, :])
     columns = np.abs(images[..., 1:, :] - images[..., :-1, :])
     return np.sum(rows, (-3, -2, -1)) + np.sum(columns, (-3, -2, -1))
 
 
 def sobel_edges(image: Any) -> Any:
-    """Return the change of images along rows and along columns, in a last axis of two."""
+    """Return the gradients of images along rows and columns, in a last axis of length two."""
     borders = ((0, 0),) * (image.ndim - 3) + ((1, 1), (1, 1), (0, 0))
     padded = np.pad(image, borders, "reflect")
 
@@ -204,7 +204,7 @@ def sobel_edges(image: Any) -> Any:
 def resize_with_pad(
     image: Any, target_height: int, target_width: int, method: str = "bilinear"
 ) -> Any:
-    """Return images of a size, with zeros around them that keep the proportions."""
+    """Return images of another size; zeros around them keep their proportions."""
     height, width = image.shape[-3:-1]
     scale = min(target_height / height, target_width / width)
     exact = min(height * scale, target_height), min(width * scale, target_width)
@@ -214,7 +214,7 @@ def resize_with_pad(
 
 
 def random_crop(value: Any, size: Any, seed: Any = None) -> Any:
-    """Return a part of a size, at a random place."""
+    """Return a part of some size at a random position."""
     free = [old - int(new) for old, new in zip(value.shape, size, strict=True)]
     if min(free) < 0:
         raise InvalidArgumentError(f"random_crop: {value.shape} has no part of size {[*size]}.")
@@ -224,7 +224,7 @@ def random_crop(value: Any, size: Any, seed: Any = None) -> Any:
 
 
 def _flipping(flip: Any) -> Any:
-    """Return a function that flips each image or not."""
+    """Return a function that flips each image at random."""
 
     def call(image: Any, seed: Any = None) -> Any:
         drawn = np.asarray(generator(seed).random(image.shape[:-3])) < 0.5
@@ -234,7 +234,7 @@ def _flipping(flip: Any) -> Any:
 
 
 def _between(adjust: Any) -> Any:
-    """Return a function that adjusts an image by a random number between two."""
+    """Return a function that adjusts an image by a random number between two bounds."""
 
     def call(image: Any, lower: float, upper: float, seed: Any = None) -> Any:
         if not 0 <= lower < upper:
@@ -245,7 +245,7 @@ def _between(adjust: Any) -> Any:
 
 
 def random_brightness(image: Any, max_delta: float, seed: Any = None) -> Any:
-    """Return an image with a random number added, whose size is limited."""
+    """Return an image with a random number of limited size added."""
     if max_delta < 0:
         raise ValueError(f"max_delta must be 0 or more, got {max_delta}.")
     return adjust_brightness(image, float(generator(seed).uniform(-max_delta, max_delta)))

@@ -1,6 +1,6 @@
 """`keras.ops`, `keras.random` and `keras.backend`: functions of Keras that TensorFlow lacks.
 
-Those that NumPy has are NumPy's, by `keras_operation`; here are the others.
+Functions that NumPy has come from NumPy through `keras_operation`; the others are here.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _NARROW: dict[Any, Any] = {np.dtype(np.float64): np.float32, np.dtype(np.int64):
 
 
 def keras_operation(function: Any) -> Any:
-    """Return a function of NumPy with the dtypes of Keras.
+    """Return a NumPy function with Keras's dtypes.
 
-    A result has 64 bits only if an operand has, or if they are asked for.
+    A result has 64 bits only if an operand has 64 bits or the caller asks for them.
     """
 
     @functools.wraps(function, ["__name__", "__doc__"])
@@ -56,12 +56,12 @@ def shape(x: Any) -> tuple[int, ...]:
 
 
 def _one_hot(x: Any, num_classes: int, axis: int = -1, dtype: Any = None) -> Any:
-    labels = np.asarray(x).astype(np.int64)  # Which may be floats.
+    labels = np.asarray(x).astype(np.int64)  # The lengths may be floats.
     return tensor_functions.one_hot(labels, num_classes, axis=axis, dtype=dtype or np.float32)
 
 
 class SeedGenerator:
-    """The state from which random functions draw; each replica has one of its own."""
+    """The state from which random functions draw; each replica has its own."""
 
     def __init__(self, seed: Any = None, name: Any = None) -> None:
         self.seed = seed
@@ -75,7 +75,7 @@ class SeedGenerator:
 
 
 def _drawing(draw: Any) -> Any:
-    """Return a random function that draws the same each time for a number as the seed."""
+    """Return a random function that draws the same numbers each time if the seed is a number."""
 
     def call(*args: Any, seed: Any = None, **options: Any) -> Any:
         return draw(*args, seed=[0, seed] if isinstance(seed, int) else seed, **options)
@@ -90,7 +90,7 @@ one_hot = unary(_one_hot, 0)
 
 
 def extract_patches(images: Any, size: Any) -> Any:
-    """Return the elements of each window of images in a row, ``(batch, rows, columns, elements)``.
+    """Return the elements of each window of images as ``(batch, rows, columns, elements)``.
 
     Args:
         images: of shape ``(batch, height, width, channels)``.
@@ -105,7 +105,7 @@ def extract_patches(images: Any, size: Any) -> Any:
 
 
 def function(inputs: Any, outputs: Any) -> Any:
-    """Return a function of a list of arrays that computes symbolic outputs, as NumPy's arrays."""
+    """Return a function of a list of arrays that computes symbolic outputs as NumPy arrays."""
     model = models.Model(inputs, outputs)
 
     def call(values: Any) -> Any:

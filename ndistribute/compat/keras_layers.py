@@ -1,4 +1,4 @@
-"""The layers and metrics of `tf.keras`: those of `ndistribute.models`, which return tensors.
+"""The layers and metrics of `tf.keras`: those of `ndistribute.models`, returning tensors.
 
 A kind of layer is adapted when its name is first used. Native layers stay as they are.
 """
@@ -31,20 +31,20 @@ def _tensor_with_mask(array: Any) -> Any:
 
 @functools.cache
 def _is_of_users(kind: type) -> bool:
-    """Return whether a program defines the `call` of a kind of layer."""
+    """Return whether the user's program defines the `call` of a kind of layer."""
     owner = next(base for base in kind.__mro__ if "call" in vars(base))
     return owner.__module__.partition(".")[0] != __name__.partition(".")[0]
 
 
 def _with_methods(array: Any) -> Any:
-    """Return an array of NumPy as a tensor, and a tracked one with the methods of tensors."""
+    """Return a NumPy array as a tensor, and a tracked array with a tensor's methods."""
     if type(array) is Tracked:
         array.__class__ = TrackedTensor
     return _tensor_with_mask(array) if type(array) is np.ndarray else array
 
 
 class WithTensors:
-    """What layers have beside those of this package: weights with methods, tensors as outputs."""
+    """The additions to layers of this package: weights with methods, and tensors as outputs."""
 
     dtype: Any
     compute_dtype: Any
@@ -57,7 +57,7 @@ class WithTensors:
         return super().__call__(*args, **options)  # type: ignore[misc]
 
     def add_weight(self, *args: Any, **options: Any) -> Any:
-        """Return a new variable; Keras 2 has the name first, and Keras 3 the shape."""
+        """Return a new variable; Keras 2 passes the name first, and Keras 3 the shape."""
         if args and not isinstance(args[0], str | None):
             args, options = args[1:], {"shape": args[0]} | options
             options |= dict(zip(("initializer", "dtype", "trainable"), args, strict=False))
@@ -65,7 +65,7 @@ class WithTensors:
         if len(args) < 2 and options.get("shape") is None:
             options["shape"] = ()
         variable: Any = super().add_weight(*args, **options)  # type: ignore[misc]
-        if isinstance(variable, Variable):  # Else it is one of a graph.
+        if isinstance(variable, Variable):  # Otherwise it is a tensor of a graph.
             variable.__class__ = weight(type(variable))
         return variable
 
@@ -106,7 +106,7 @@ def _arguments(kind: Any, keywords: dict[str, Any]) -> dict[str, Any]:
     if isinstance(options.get("output_mode"), str):
         options["output_mode"] = _MODES.get(options["output_mode"], options["output_mode"])
     if kind.__name__ == "Lambda":
-        options.pop("output_shape", None)  # It is found by a call.
+        options.pop("output_shape", None)  # A call finds it.
     return options
 
 
@@ -116,7 +116,7 @@ def _parameters(kind: type) -> Any:
 
 @functools.cache
 def layer(kind: Any) -> Any:
-    """Return a kind of layer that is one of `WithTensors`; others unchanged."""
+    """Return a kind of layer with the additions of `WithTensors`; other classes unchanged."""
     if kind is layers.Layer:
         return Layer
     if not (isinstance(kind, type) and issubclass(kind, layers.Layer)):
@@ -141,8 +141,8 @@ def layer(kind: Any) -> Any:
 class OwnMetric(metrics.Metric, metaclass=StandIn):
     """`tf.keras.metrics.Metric`, the base class of metrics that programs define.
 
-    Its variables are those of TensorFlow, and `result` returns tensors. All other metrics count as
-    its instances, too.
+    Its variables have TensorFlow's methods, and `result` returns tensors. All other metrics count
+    as its instances too.
     """
 
     native = metrics.Metric

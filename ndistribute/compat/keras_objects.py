@@ -1,6 +1,6 @@
-"""Objects of Keras from text, dicts and files: those of `tf.keras`, and not the native ones.
+"""Keras objects from text, dicts and files: objects of `tf.keras`, not the native ones.
 
-A program may define classes of the same names, which are then those in its files.
+If a program defines classes with the same names, its files mean these classes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ load_model, model_from_json = _loading(models.load), _loading(models.model_from_
 
 
 def _classes(*modules: str) -> dict[str, Any]:
-    """Return the classes of namespaces of Keras by name, but those that the program redefines."""
+    """Return the classes of Keras's namespaces by name, except those that the program redefines."""
     kinds: dict[str, Any] = {}
     for module in modules:
         names: Any = import_module(f"ndistribute.compat.tf.keras.{module}")
@@ -48,7 +48,7 @@ def _classes(*modules: str) -> dict[str, Any]:
 
 
 def get_optimizer(identifier: Any) -> Any:
-    """Return an optimizer for a name; one that is given is returned unchanged."""
+    """Return an optimizer for a name; return an optimizer unchanged."""
     if isinstance(identifier, models.optimizers.Optimizer):
         return identifier
     kinds = _classes("optimizers")
@@ -60,14 +60,14 @@ deserialize_optimizer = deserializing(get_optimizer)
 
 
 def serialize_object(obj: Any) -> Any:
-    """Return what `serialize` does; text, numbers and dicts unchanged, and that of a list."""
+    """Return what `serialize` returns, also for lists; text, numbers and dicts unchanged."""
     if isinstance(obj, list | tuple):
         return [serialize_object(each) for each in obj]
     return serialize(obj) if hasattr(obj, "get_config") or callable(obj) else obj
 
 
 def deserialize_object(config: Any, custom_objects: Any = None) -> Any:
-    """Return a new object for what `serialize_object` returned; other text is unchanged."""
+    """Return a new object for a result of `serialize_object`; other text unchanged."""
     if isinstance(config, list):
         return [deserialize_object(each, custom_objects) for each in config]
     if not isinstance(config, dict) or "class_name" not in config:
@@ -79,9 +79,9 @@ def deserialize_object(config: Any, custom_objects: Any = None) -> Any:
 
 
 class PyDataset:
-    """Batches by their number, whose order `fit` may change; a subclass defines two methods.
+    """Batches by number, whose order `fit` may change; a subclass defines two methods.
 
-    Its arguments are ignored: batches are made in turn, ahead of the steps.
+    Its arguments have no effect: batches are made one after another, ahead of the steps.
     """
 
     @accepting("max_queue_size", "use_multiprocessing", "workers")
@@ -98,11 +98,11 @@ class PyDataset:
         return (self[number] for number in range(len(self)))
 
     def on_epoch_end(self) -> None:
-        """Change what the next epoch gets; nothing here."""
+        """Do nothing; a subclass may change the batches of the next epoch here."""
 
 
 def with_decay(kind: Any) -> Any:
-    """Return the constructor of an optimizer that takes the keywords of the first ones of Keras."""
+    """Return the constructor of an optimizer that also accepts the keywords of early Keras."""
     construct: Any = kind.__init__
 
     @functools.wraps(construct)

@@ -1,4 +1,4 @@
-"""`tf.keras.mixed_precision`: policies of dtypes, and loops that scale their loss themselves."""
+"""`tf.keras.mixed_precision`: policies of dtypes, and loss scaling in custom loops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ndistribute.models import layers
 
 
 class Policy(str):
-    """The dtypes of layers by a name, such as ``"mixed_float16"``; see `layers.Layer`."""
+    """The dtypes of layers, by a name such as ``"mixed_float16"``; see `layers.Layer`."""
 
     name = property(str.__str__)
     compute_dtype = property(lambda self: self.removeprefix("mixed_"))
@@ -30,12 +30,12 @@ def policy_of(variables: str, computing: str) -> Policy:
 
 
 def global_policy() -> Policy:
-    """Return the policy of layers that are created without one."""
+    """Return the policy of layers that are created without a policy."""
     return Policy(layers.Layer.policy)
 
 
 class LossScaleOptimizer(optimizers.LossScale):
-    """An optimizer that scales losses, with the methods for a loop of one's own.
+    """An optimizer that scales losses, with methods for custom training loops.
 
     Args:
         inner_optimizer: the optimizer that makes the steps.
@@ -54,14 +54,14 @@ class LossScaleOptimizer(optimizers.LossScale):
     get_scaled_loss = optimizers.LossScale.scale_loss
 
     def get_unscaled_gradients(self, grads: Any) -> list[Any]:
-        """Return gradients of the unscaled loss, which the next `apply_gradients` gets."""
+        """Return gradients of the unscaled loss, to be passed to the next `apply_gradients`."""
         self._unscaled.add(nd.get_replica_context())
         return [
             None if each is None else each.astype(np.float32) / self.loss_scale for each in grads
         ]
 
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **options: Any) -> Any:
-        """Make a step with gradients of the scaled loss, or with unscaled ones."""
+        """Make a step with gradients of the scaled loss, or with unscaled gradients."""
         pairs = list(grads_and_vars)
         if nd.get_replica_context() in self._unscaled:
             self._unscaled.discard(nd.get_replica_context())

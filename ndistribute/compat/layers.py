@@ -1,4 +1,4 @@
-"""`tf.layers`: layers of graphs, whose weights are variables in a scope of the layer's name."""
+"""`tf.layers`: layers of graphs; their weights are variables in a scope with the layer's name."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _STARTS, _UPDATES = ("_initializer", "_regularizer"), "update_ops"
 
 
 def _of_models(scope: str, make: Callable[..., Any], *order: str) -> Any:
-    """Return a function that calls a layer of models, and has its arguments in another order.
+    """Return a function that calls a layer of models, with its arguments in another order.
 
-    Beside them it takes those of `batch_normalization` for variables; an activation may be a
-    function of a tensor of a graph.
+    It also accepts the arguments for variables that `batch_normalization` has. An activation may be
+    a function of a tensor of a graph.
 
     Args:
-        scope: the name of the scope, if the layer gets none.
-        make: makes a layer of models.
+        scope: the name of the scope, if the layer gets no name.
+        make: a function that makes a layer of models.
         order: the names of the arguments after `inputs`.
     """
 
@@ -44,7 +44,7 @@ def _of_models(scope: str, make: Callable[..., Any], *order: str) -> Any:
         activation: Any = None if is_named else options.pop("activation")
         layer = make(*args[len(order) :], **options, dtype=_dtype_of(inputs))
         if "use_bias" in order:
-            _channels(inputs)  # Which must be known.
+            _channels(inputs)  # The length must be known.
         weight = _weights(layer.dtype, starts, kernel=None, bias=np.zeros)
         with variable_scope(name, scope, reuse=reuse):
             new_variable = lambda label, shape, *_: weight(label, shape, trainable)  # noqa: E731
@@ -57,7 +57,7 @@ def _of_models(scope: str, make: Callable[..., Any], *order: str) -> Any:
 
 
 def _weights(dtype: Any, starts: dict[str, Any], **otherwise: Any) -> Callable[..., Any]:
-    """Return a function that makes weights as the options of a layer say, or else as others do."""
+    """Return a function that makes weights as a layer's options say, or with the defaults."""
     known = {f"{label}{end}" for label in otherwise for end in _STARTS}
     if unknown := sorted(starts.keys() - known):
         raise TypeError(f"a layer got the unknown arguments {unknown}: it takes {sorted(known)}.")
@@ -87,19 +87,19 @@ def batch_normalization(
 ) -> Any:
     """Return inputs with the mean 0 and variance 1 in each channel, scaled and moved.
 
-    In training these are the moments of the batch, else their moving averages, which are updated
-    by the operations in the collection ``"update_ops"``. After Ioffe and Szegedy (2015).
+    In training, the moments of the batch are used; otherwise their moving averages, which the
+    operations in the collection ``"update_ops"`` update. After Ioffe and Szegedy (2015).
 
     Args:
         inputs: a tensor whose last axis has a known length.
         axis: the axis of the channels: the last one.
-        momentum: of the moving averages.
-        epsilon: added to the variance.
+        momentum: the momentum of the moving averages.
+        epsilon: the number that is added to the variance.
         center: whether `beta` is added.
         scale: whether the result is multiplied by `gamma`.
-        training: whether to use the moments of the batch: a truth value, or a tensor of one.
+        training: whether to use the moments of the batch: a boolean, or a tensor of a boolean.
         trainable: whether optimizers change `beta` and `gamma` by default.
-        name: the scope of the variables; None: a new one.
+        name: the scope of the variables; None means a new scope.
         reuse: whether the variables exist; see `variable_scope`.
         fused: ignored.
         starts: ``beta_initializer``, ``beta_regularizer`` and so on, see `get_variable`, of `beta`,
@@ -140,14 +140,14 @@ def dropout(
     name: Any = None,
     reuse: Any = None,
 ) -> Any:
-    """Return inputs of which a part is zero in training, and the others are scaled up.
+    """Return inputs; in training, a fraction is set to zero and the others are scaled up.
 
     Args:
         inputs: a tensor.
-        rate: the part that is zero.
-        noise_shape: the shape of the random numbers; None: that of the inputs.
+        rate: the fraction that is set to zero.
+        noise_shape: the shape of the random numbers; None means that of the inputs.
         seed: the seed of the random numbers.
-        training: a truth value, or a tensor of one.
+        training: a boolean, or a tensor of a boolean.
         name: ignored.
         reuse: ignored.
     """
@@ -173,12 +173,12 @@ max_pooling2d = _of_models("max_pooling2d", layers.MaxPool2D, *_WINDOWS)
 
 
 class GraphLayer:
-    """A layer as an object, whose calls all use the variables that the first one makes.
+    """A layer as an object; all calls use the variables that the first call makes.
 
     Args:
-        args: those of the function after `inputs`.
-        name: the scope of the variables; None: a new one.
-        options: those of the function.
+        args: the arguments of the function after `inputs`.
+        name: the scope of the variables; None means a new scope.
+        options: the keywords of the function.
     """
 
     function: ClassVar[Any]
@@ -189,7 +189,7 @@ class GraphLayer:
         self._call: Any = lambda inputs, **more: function(inputs, *args, **options, **more)
 
     def __call__(self, inputs: Any, **options: Any) -> Any:
-        """Return what the function makes of inputs."""
+        """Return the result of the function for inputs."""
         is_built = self._scope is not None
         if not is_built:
             with variable_scope(self.name, type(self).function.__name__) as self._scope:
@@ -217,7 +217,7 @@ Conv2D, Dense, Flatten = map(_class, (conv2d, dense, flatten))
 
 
 def _dtype_of(inputs: Any) -> Any:
-    """Return the dtype of floats; None: a layer chooses it."""
+    """Return the dtype of floats; None lets a layer choose it."""
     return inputs.dtype if inputs.dtype is not None and inputs.dtype.kind == "f" else None
 
 

@@ -1,7 +1,7 @@
-"""Namespaces of names that are looked up in a table when they are used.
+"""Namespaces whose names are looked up in a table when they are used.
 
-They are importable like modules, and say what to use instead of a missing name. What a name leads
-to is imported at its first use, so it costs nothing until then.
+They can be imported like modules, and say what to use instead of a missing name. The object of a
+name is imported at its first use, so it costs nothing until then.
 """
 
 from __future__ import annotations
@@ -16,40 +16,43 @@ from typing import Any
 from ndistribute.compat.tables import INSTEAD
 
 ROOT = "ndistribute.compat."
-_ALIKE = 0.85  # Of 1, how alike a mistyped name is.
+_ALIKE = 0.85  # The least similarity, out of 1, of a mistyped name.
 
 
 class Names(types.ModuleType):
     """A namespace, such as ``tf.keras.layers``.
 
     Args:
-        path: its path below `ROOT`.
-        program: decides whether names with two meanings make operations of graphs.
-        base: the namespace that has the names that are not in this one's table; or None.
+        path: the namespace's path below `ROOT`.
+        program: the `Program` that decides whether names with two meanings make operations of
+            graphs.
+        base: the namespace where names are looked up that this one's table lacks; or None.
     """
 
     def __init__(self, path: str, program: Any, base: Names | None) -> None:
         super().__init__(ROOT + path, f"Names of ``{path}``.")
         parent, _, name = self.__name__.rpartition(".")
-        sys.modules[self.__name__] = self  # For `from ndistribute.compat.tf.keras import layers`.
+        # This supports `from ndistribute.compat.tf.keras import layers`.
+        sys.modules[self.__name__] = self
         vars(sys.modules[parent])[name] = self
         sys.modules[parent].__all__.append(name)
         self._set_up(program, base)
 
     def _set_up(self, program: Any, base: Names | None) -> None:
-        """Begin without names of its own."""
+        """Begin with an empty table."""
         self._program, self._base = program, base
         self._leads: dict[str, tuple[str, str, str]] = {}
         self.__all__: list[str] = list(base._leads) if base else []
 
     def _fill(self, words: str) -> None:
-        """Read where the names are found.
+        """Read a table that says where the names are found.
 
         Args:
-            words: ``module:`` is where the names after it are found; a leading dot stands for this
-                package, and ``text`` for the word itself. ``name`` leads to the attribute of that
-                name, ``name=other`` to another one, and ``*`` stands for all public names.
-                ``module/adapter:`` makes of them, by a function in `ADAPTERS`, what `tf` has.
+            words: the names after ``module:`` are found in that module. A leading dot stands for
+                this package, and ``text`` for the word itself. ``name`` refers to the attribute of
+                that name, ``name=other`` to the attribute ``other``, and ``*`` to all public names.
+                After ``module/adapter:``, a function in `ADAPTERS` converts the attributes to what
+                `tf` has.
         """
         source = adapter = ""
         leads: dict[str, tuple[str, str, str]] = {}
@@ -117,7 +120,7 @@ def _public(module: Any) -> list[str]:
 
 
 def _is_mistyped(name: str, word: str) -> bool:
-    """Return whether a name may be a word, and no other that has more letters or numbers."""
+    """Return whether a name may be a mistyped word, and not a longer name or another number."""
     matcher = difflib.SequenceMatcher(None, name.rstrip("s"), word.rstrip("s"))
     if not matcher.real_quick_ratio() >= _ALIKE <= matcher.ratio():
         return False
@@ -129,10 +132,10 @@ def build(path: str, program: Any, table: str, base: str | None = None) -> None:
     """Make the namespaces of a module, and those below it.
 
     Args:
-        path: of the module below `ROOT`.
+        path: the module's path below `ROOT`.
         program: see `Names`.
         table: a text with sections, each a path in brackets and the words of its namespace.
-        base: the module whose namespaces have the names that those of this one lack.
+        base: the module whose namespaces have the names that this module's namespaces lack.
     """
 
     def namespace(below: str) -> Names:
@@ -161,7 +164,7 @@ def build(path: str, program: Any, table: str, base: str | None = None) -> None:
 
 
 def _alias(path: str, other: str) -> None:
-    """Let a path lead to another namespace, in imports too."""
+    """Make a path refer to another namespace, in imports too."""
     parent, _, name = (ROOT + path).rpartition(".")
     sys.modules[ROOT + path] = vars(sys.modules[parent])[name] = sys.modules[ROOT + other]
     sys.modules[parent].__all__.append(name)

@@ -1,4 +1,4 @@
-"""`tf.nest`: what is done with nests of lists, tuples, dicts and dataclasses."""
+"""`tf.nest`: functions of nests of lists, tuples, dicts and dataclasses."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from ndistribute.mistakes import accepting
 
 
 def is_nested(structure: Any) -> bool:
-    """Return whether a value is a nest, and no leaf."""
+    """Return whether a value is a nest and not a leaf."""
     return tree.outline(structure) != tree.outline(None)
 
 
 @accepting("expand_composites")
 def flatten(structure: Any) -> list[Any]:
-    """Return the leaves in order, of dicts in the order of their keys."""
+    """Return the leaves in order; those of dicts in the order of the keys."""
     return tree.flatten(structure)
 
 
 @accepting("expand_composites")
 def assert_same_structure(nest1: Any, nest2: Any, check_types: bool = True) -> None:
-    """Raise an error if two nests differ in more than their leaves.
+    """Raise an error unless two nests are equal except for their leaves.
 
     Raises:
-        TypeError: only their types differ.
-        ValueError: others differ.
+        TypeError: only the types of the nests differ.
+        ValueError: the nests differ in another way.
     """
     if not tree.same_structure(nest1, nest2):
         untyped = tree.same_structure(_untyped(nest1), _untyped(nest2))
@@ -36,7 +36,7 @@ def assert_same_structure(nest1: Any, nest2: Any, check_types: bool = True) -> N
 
 @accepting("expand_composites")
 def map_structure(func: Any, *structure: Any, check_types: bool = True) -> Any:
-    """Return the nest of the results of a function for the leaves of nests."""
+    """Return a nest of the results of a function on the leaves of nests."""
     if not structure:
         raise ValueError("map_structure needs at least one structure.")
     for other in structure[1:]:

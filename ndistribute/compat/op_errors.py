@@ -1,4 +1,4 @@
-"""Errors of TensorFlow that this package raises under its names alone, and the numbers of all."""
+"""TensorFlow's errors that this package raises under TensorFlow's names only, and all numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OUT_OF_RANGE, UNIMPLEMENTED, INTERNAL, UNAVAILABLE, DATA_LOSS, UNAUTHENTICATED =
 
 
 def _kind(name: str, number: int, *bases: type) -> Any:
-    """Return a kind of error, which those of Python of its kind are as well."""
+    """Return a class of errors, which also derives from built-in classes that fit."""
     return type(name, (OperationError, *bases), {"error_code": number, "__module__": __name__})
 
 
@@ -24,8 +24,8 @@ InternalError = _kind("InternalError", INTERNAL)
 
 
 class UnknownError(OperationError):
-    """Any other failure."""
+    """Any failure that fits no other class."""
 
 
 class OperatorNotAllowedInGraphError(TypeError):
-    """A tensor of a graph where its value would be needed."""
+    """A tensor of a graph was used where its value is needed."""

@@ -1,8 +1,9 @@
 """Whether names of two meanings make arrays or operations of graphs.
 
-Some names mean an array in TensorFlow 2 and an operation of a graph in TensorFlow 1, such as
-`Variable`. They make operations inside ``with tf.Graph().as_default()``, and in a program of graphs
-everywhere: that is `compat.tf1`, and `compat.tf` after ``tf.compat.v1.disable_eager_execution()``.
+Some names, such as `Variable`, mean an array in TensorFlow 2 and an operation of a graph in
+TensorFlow 1. They make operations inside ``with tf.Graph().as_default()``. In a graph program they
+make operations everywhere: with `compat.tf1`, and with `compat.tf` after
+``tf.compat.v1.disable_eager_execution()``.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ _here = threading.local()
 
 
 class Program:
-    """Whether names with two meanings make operations; the namespaces of a module share it."""
+    """Decides whether names with two meanings make operations; a module's namespaces share it."""
 
     def __init__(self, has_graphs: bool) -> None:
         self._has_graphs = has_graphs
 
     def use(self, has_graphs: bool) -> None:
-        """Let them make operations everywhere, or only in `Graph.as_default`."""
+        """Let these names make operations everywhere, or only in `Graph.as_default`."""
         self._has_graphs = has_graphs
 
     def uses_graphs(self) -> bool:
-        """Return True if they make operations now."""
+        """Return True if these names make operations now."""
         in_graph = self._has_graphs or in_default_of_a_block()
         return in_graph and not getattr(_here, "is_eager", False)
 
@@ -69,9 +70,9 @@ def of_program(function: Callable[..., Any], program: Program) -> Callable[..., 
 
 
 def in_graphs_only(function: Callable[..., Any], program: Program) -> Callable[..., Any]:
-    """Return a function that raises `RuntimeError` where it would make an operation for arrays.
+    """Return a function that raises `RuntimeError` for arrays where names make no operations.
 
-    Of a class, the objects do.
+    For a class, `__call__` and `apply` of its objects raise the error.
     """
     if isinstance(function, type):
         call_it = in_graphs_only(vars(function.__mro__[1])["__call__"], program)
@@ -90,7 +91,7 @@ def in_graphs_only(function: Callable[..., Any], program: Program) -> Callable[.
 
 
 def of_tensors(function: Callable[..., Any], program: Program) -> Callable[..., Any]:
-    """Return a function that gets tensors for arrays where operations are made."""
+    """Return a function that gets tensors instead of arrays where operations are made."""
 
     @functools.wraps(function)
     def call(*args: Any, name: str | None = None, **kwargs: Any) -> Any:
@@ -122,7 +123,7 @@ def _as_operation(value: Any) -> Any:
 
 
 class StandIn(type):
-    """The type of a class that stands for others: its instances are those of them, too."""
+    """The type of a class that stands for others: their instances count as its instances."""
 
     def __instancecheck__(cls, value: Any) -> bool:
         return super().__instancecheck__(value) or isinstance(value, vars(cls).get("native", ()))

@@ -19,12 +19,13 @@ def generator(seed: Any = None) -> Any:
     """Return the generator of the replica, or a new one outside of replicas.
 
     Args:
-        seed: calls with a number draw other numbers each time, the same in each run of a program
-            and after each `set_seed`; calls with a pair of numbers always draw the same.
+        seed: calls with a number draw other numbers each time, but the same in each run of a
+            program and after each `set_seed`. Calls with a pair of numbers always draw the same
+            numbers.
     """
     if isinstance(seed, np.random.Generator):
         return seed
-    if hasattr(seed, "generator"):  # Of `keras.random.SeedGenerator`.
+    if hasattr(seed, "generator"):  # A `keras.random.SeedGenerator`.
         return seed.generator()
     if seed is not None and np.ndim(seed):
         return np.random.default_rng(np.asarray(seed))
@@ -32,7 +33,8 @@ def generator(seed: Any = None) -> Any:
     rng = None if replica is None else replica.rng
     if seed is None and rng is not None:
         return rng
-    if rng is not None and not isinstance(rng, np.random.Generator):  # Of a GPU or a trace.
+    # It is the generator of a GPU or of a trace.
+    if rng is not None and not isinstance(rng, np.random.Generator):
         return np.random.default_rng(seed)
     sequence: Any = current_seed() if rng is None else rng.bit_generator.seed_seq
     (child,) = sequence.spawn(1)
@@ -79,7 +81,7 @@ def _gamma(shape: Any, alpha: Any, beta: Any = 1, dtype: Any = np.float32, seed:
 
 
 def _stateless(draw: Any) -> Any:
-    """Return a function that draws the same numbers for a seed of two numbers each time."""
+    """Return a function that always draws the same numbers for a seed of two numbers."""
 
     def call(shape: Any, seed: Any, *args: Any, alg: Any = None, **named: Any) -> Any:
         if np.shape(seed) != (2,):
@@ -97,7 +99,7 @@ split = unary(_split, 0)
 
 
 def _initializing(draw: Any) -> Any:
-    """Return a function that also takes a dtype after the shape, as layers call initializers."""
+    """Return a function that also accepts a dtype after the shape, as layers call initializers."""
 
     def call(shape: Any, *args: Any, **options: Any) -> Any:
         if args and isinstance(args[0], np.dtype):
@@ -133,7 +135,7 @@ def _any_integers(shape: Any, dtype: Any = np.uint64, seed: Any = None) -> Any:
 class Generator:
     """`tf.random.Generator`: random numbers from a state, which is a counter and a key.
 
-    It may be used by several threads. Its numbers are those of NumPy's Philox.
+    Several threads may use it. Its numbers come from NumPy's Philox.
     """
 
     def __init__(self, copy_from: Any = None, state: Any = None, alg: Any = None) -> None:
@@ -174,12 +176,12 @@ class Generator:
         self._state = np.array(state, np.int64)
 
     def reset_from_seed(self, seed: Any) -> None:
-        """Begin as a generator of `from_seed` does."""
+        """Start over, like a generator from `from_seed`."""
         key = np.random.SeedSequence(seed).generate_state(2, np.uint64)
         self.reset([0] * 4 + [*key.view(np.int64)])
 
     def skip(self, delta: Any) -> None:
-        """Leave out some blocks of four numbers of 64 bits."""
+        """Skip some blocks of four 64-bit numbers."""
         self._draw(lambda rng: rng.bit_generator.advance(int(delta)))
 
     def split(self, count: int = 1) -> list[Generator]:
@@ -195,22 +197,22 @@ class Generator:
         return {"state": self._state.copy()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state of `state_dict`."""
+        """Continue from a state that `state_dict` returned."""
         self.reset(state["state"])
 
     def _draw(self, draw: Any) -> Any:
-        """Return what a function draws with a generator of NumPy's, and move on."""
+        """Return what a function draws with a NumPy generator, and advance the state."""
         with self._lock:
             counter, key = np.split(self._state.view(np.uint64), [4])
             bits = np.random.Philox(counter=counter, key=key)
             result = draw(np.random.Generator(bits))
-            # What is left of the last block is dropped, so that the counter says it all.
+            # The rest of the last block is dropped, so that the counter alone is the position.
             self._state[:4] = bits.state["state"]["counter"].view(np.int64)
         return as_tensor(result)
 
 
 def get_global_generator() -> Generator:
-    """Return a generator that the seed of the program decides; each call returns another one."""
+    """Return a generator that the seed of the program determines; each call returns another one."""
     return Generator.from_seed(generator().integers(0, 2**32, 4))
 
 
@@ -222,7 +224,7 @@ def _candidates(
     range_max: int,
     seed: Any = None,
 ) -> Any:
-    """Return classes of which small numbers are likelier, and how often each is expected.
+    """Return random classes, small numbers more often, and how often each is expected.
 
     The class k has the probability ``log((k + 2) / (k + 1)) / log(range_max + 1)``.
     """
@@ -249,7 +251,7 @@ log_uniform_candidate_sampler = unary(_candidates, 0)
 
 
 def make_sampling_table(size: int, sampling_factor: float = 1e-5) -> Any:
-    """Return the probability to keep each word, which are sorted by how frequent they are."""
+    """Return the probability to keep each word; words are sorted by frequency."""
     ranks = np.maximum(np.arange(size), 1)
     frequencies = 1 / (ranks * (np.log(ranks) + 0.577) + 0.5 - 1 / (12 * ranks))
     return np.minimum(1, np.sqrt(sampling_factor / frequencies))
@@ -264,10 +266,10 @@ def skipgrams(
     sampling_table: Any = None,
     seed: Any = None,
 ) -> tuple[list[list[int]], list[int]]:
-    """Return pairs of a word and one near it, and as many as asked with a random word; and labels.
+    """Return pairs of a word and a near word, further pairs with a random word, and labels.
 
-    Labels are 1 for words that are near, and 0. The word 0 is left out, as `sampling_table` leaves
-    out frequent ones: it has the probability to keep each.
+    Labels are 1 for near words, and 0 for random words. The word 0 is left out. `sampling_table`
+    has the probability to keep each word, and so leaves out frequent words.
     """
     rng, words = generator(seed), [int(word) for word in sequence]
     pairs = [

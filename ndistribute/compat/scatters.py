@@ -1,4 +1,4 @@
-"""Methods of variables that change rows, with TensorFlow's arguments and rules of replicas."""
+"""Methods of variables that change rows, with TensorFlow's arguments and rules for replicas."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCATTERED: dict[str, Any] = {
 
 
 def inside(indices: Any, length: int, where: str = "") -> None:
-    """Raise `InvalidArgumentError` if an index is not among those of an axis of a length."""
+    """Raise `InvalidArgumentError` if an index is outside an axis of some length."""
     array = np.asarray(indices)
     if array.size and (array.min() < 0 or array.max() >= length):
         outside = array[(array < 0) | (array >= length)]
@@ -53,7 +53,7 @@ def scattering(change: Any) -> Any:
 
 
 def combining(scatter: Any, name: str) -> Any:
-    """Return a method that changes rows, unless no aggregation combines those of replicas."""
+    """Return a method that changes rows, if an aggregation combines the rows of replicas."""
 
     @functools.wraps(scatter)
     def call(self: Any, *args: Any, **options: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Functions of NumPy and of this package with TensorFlow's keywords, whose results are tensors.
+"""Functions of NumPy and this package with TensorFlow's keywords; their results are tensors.
 
-Lists and numbers become float32 and int32 tensors; tracked arrays and tensors of graphs stay.
+Lists and numbers become float32 and int32 tensors; tracked arrays and graph tensors do not change.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from ndistribute.tree import map_leaves
 
 
 def adapted(function: Any, *ignored: str, operands: int = 0, **renamed: str) -> Any:
-    """Return a function with TensorFlow's keywords, whose operands and result are tensors.
+    """Return a function with TensorFlow's keywords; its operands and result are tensors.
 
     If the keyword ``name`` is among the ignored ones, it names the result in a graph.
     """
     try:
         later = [*inspect.signature(function).parameters][1:]
-    except ValueError:  # Of a function of NumPy's whose only argument is the operand.
+    except ValueError:  # This is so for a NumPy function whose only argument is the operand.
         later = []
 
     @functools.wraps(function, ["__name__"])
     def call(*args: Any, **kwargs: Any) -> Any:
         options = {renamed.get(key, key): kwargs[key] for key in kwargs if key not in ignored}
         first = [key for key in options if key not in later] if operands and not args else []
-        if first:  # The operand, by whatever name TensorFlow gives it.
+        if first:  # The operand, under any name that TensorFlow gives it.
             args = (options.pop(first[0]),)
         tensors = map(convert_to_tensor, args[:operands])
         result = function(*tensors, *args[operands:], **options)
@@ -54,7 +54,7 @@ def adapted(function: Any, *ignored: str, operands: int = 0, **renamed: str) -> 
 
 
 def unary(operation: Any, operands: int = 1, **renamed: str) -> Any:
-    """Return an operation on tensors, which may be given a name."""
+    """Return an operation on a tensor that accepts a name."""
     return adapted(operation, "name", operands=operands, **renamed)
 
 
@@ -65,18 +65,18 @@ def subclass(kind: Any, *ignored: str, **attributes: Any) -> Any:
 
 
 def tensor_if_array(value: Any) -> Any:
-    """Return arrays, and numbers with a fraction, as tensors; others unchanged."""
+    """Return arrays and floats as tensors; other values unchanged."""
     return as_tensor(np.float32(value) if type(value) is float else value)
 
 
 def axis_of(axis: Any) -> Any:
-    """Return an axis, or a tuple of several."""
+    """Return an axis, or a tuple of several axes."""
     several = isinstance(axis, (list, range)) or (isinstance(axis, np.ndarray) and axis.ndim)
     return tuple(int(number) for number in axis) if several else axis
 
 
 def counted(count: Any) -> Any:
-    """Return a function of the shape of a tensor, whose result has a dtype."""
+    """Return a function of the shape of a tensor; its result has a chosen dtype."""
 
     def call(x: Any, out_type: Any = np.int32) -> Any:
         result = count(x)
@@ -91,7 +91,7 @@ def counted(count: Any) -> Any:
 
 
 def index(find: Any) -> Any:
-    """Return a function that finds the place of an extreme, which NaN is not."""
+    """Return a function that finds the index of an extreme, ignoring NaN."""
 
     def call(x: Any, axis: Any = 0, output_type: Any = np.int64) -> Any:
         if isinstance(x, Tensor) and x.dtype.kind == "f" and np.isnan(plain(x)).any():
@@ -116,7 +116,7 @@ def floating(operation: Any) -> Any:
 
 
 def reduction(operation: Any) -> Any:
-    """Return a reduction that takes axes as a list, and keeps the dtype of integers."""
+    """Return a reduction that accepts axes as a list, and keeps the dtype of integers."""
     limit, refusing = _OF_NOTHING.get(operation, ""), floating(operation)
 
     def reduce(tensor: Any, axis: Any = None, keepdims: Any = False) -> Any:
@@ -143,7 +143,7 @@ _NAMES = "scalar x y a b matrix rhs".split()
 
 
 def binary(operation: Any) -> Any:
-    """Return an operation on two tensors, which may be given by name."""
+    """Return an operation on two tensors, which may be passed by name."""
 
     def call(*args: Any, **options: Any) -> Any:
         order = _NAMES[::-1] if operation is np.arctan2 else _NAMES
@@ -155,7 +155,7 @@ def binary(operation: Any) -> Any:
 
 
 def like(value: Any, other: Any) -> Any:
-    """Return a tensor; numbers and arrays beside a tensor of a graph get its dtype if they fit."""
+    """Return a tensor; numbers and arrays next to a graph tensor get its dtype if they fit."""
     if type(value) is type(other) is Tensor and value.dtype == other.dtype:
         return value
     if isinstance(value, (Symbolic, Tracked, nd.Variable)):
@@ -183,7 +183,7 @@ def joining(operation: Any) -> Any:
 
 
 def plainly(function: Any) -> Any:
-    """Return a function that gets arrays for tensors, and returns tensors."""
+    """Return a function that gets tensors as arrays, and returns tensors."""
 
     @functools.wraps(function, ["__name__"])
     def call(*args: Any, **options: Any) -> Any:
@@ -212,7 +212,7 @@ _OF_FILES: tuple[tuple[type[OSError], type[OperationError]], ...] = (
 
 
 def raising(function: Any) -> Any:
-    """Return a function whose failures of files are TensorFlow's errors."""
+    """Return a function that raises TensorFlow's errors for failures of files."""
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Strategies with TensorFlow's methods, whose results are tensors, and the contexts of replicas."""
+"""Strategies with TensorFlow's methods, which return tensors, and the contexts of replicas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ndistribute.values import DistributedValues, Mirrored
 
 
 def _refuse_in_graphs(*nest: Any) -> Any:
-    """Return what a step gave, unless it made operations of a graph."""
+    """Return the result of a step, unless it made operations of a graph."""
     if in_default_of_a_block() or any(isinstance(leaf, Symbolic) for leaf in tree.flatten(nest)):
         raise NotImplementedError(
             "a strategy runs steps at once, also for TensorFlow 1: write strategy.run(step, args=("
@@ -39,7 +39,7 @@ class InputIterator:
         self.initialize()
 
     def initialize(self) -> None:
-        """Begin anew."""
+        """Start again at the beginning of the input."""
         self._iterator = iter(self._dataset)
 
     def get_next(self) -> Any:
@@ -51,7 +51,7 @@ class InputIterator:
 
 
 class StepsContext:
-    """What the steps of `experimental_run_steps_on_iterator` tell their caller."""
+    """The outputs that steps of `experimental_run_steps_on_iterator` pass to their caller."""
 
     run_op = None
 
@@ -61,18 +61,18 @@ class StepsContext:
         self.non_tensor_outputs: dict[str, Any] = {}
 
     def set_last_step_output(self, name: str, output: Any, reduce_op: Any = None) -> None:
-        """Keep an output of the last step, reduced over replicas if there is an operation."""
+        """Keep an output of the last step, reduced over replicas if a reduction is passed."""
         if reduce_op is not None:
             output = self._strategy.reduce(reduce_op, output, axis=None)
         self.last_step_outputs[name] = output
 
     def set_non_tensor_output(self, name: str, output: Any) -> None:
-        """Keep what is no tensor."""
+        """Keep an output that is not a tensor."""
         self.non_tensor_outputs[name] = output
 
 
 class StrategyExtended:
-    """`strategy.extended`: what libraries use of a strategy, by its public methods."""
+    """`strategy.extended`: the methods of a strategy that libraries use."""
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
@@ -98,7 +98,7 @@ class StrategyExtended:
     def update(self, var: Any, fn: Any, args: Any = (), kwargs: Any = None, group: Any = 1) -> Any:
         """Call a function with a variable, outside of replicas; all its copies change.
 
-        If each replica has a value of its own, the function is called on each.
+        If each replica has its own value, the function is called on each replica.
         """
         strategy, named = self._strategy, dict(kwargs or {})
         if var.synchronization is nd.VariableSynchronization.ON_READ:
@@ -117,7 +117,7 @@ class StrategyExtended:
         return None if group else result
 
     def non_slot_devices(self, var_list: Any) -> Any:
-        """Return where to keep what is no slot of a variable."""
+        """Return the devices for state that is not a slot of a variable."""
         return self.parameter_devices
 
     def read_var(self, v: Any) -> Any:
@@ -125,7 +125,7 @@ class StrategyExtended:
         return v.read_value()
 
     def value_container(self, value: Any) -> Any:
-        """Return the variable itself, which has all of its copies."""
+        """Return the variable itself, which contains all its copies."""
         return value
 
     def variable_created_in_scope(self, v: Any) -> bool:
@@ -134,7 +134,7 @@ class StrategyExtended:
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
-        """Return a context manager whose variables are where another one is."""
+        """Return a context manager that creates variables on another variable's devices."""
         if isinstance(self._strategy, ParameterServerStrategy):
             raise NotImplementedError(
                 "colocate_vars_with: variables go to the servers in turns, and an optimizer keeps "
@@ -162,7 +162,7 @@ def _tensors_of(value: Any) -> Any:
 
 
 def _shown(value: Any) -> Any:
-    """Return a result with tensors; that of one replica is no `PerReplica`."""
+    """Return a result with tensors; with one replica, it is not a `PerReplica`."""
     value = _tensors_of(value)
     alone = isinstance(value, DistributedValues) and len(value.values) == 1
     return value.values[0] if alone else value
@@ -182,9 +182,9 @@ _DISTRIBUTED = DistributedValues, nd.Variable
 
 
 class OfTensorFlow(nd.Strategy):
-    """What strategies have beside those of this package: more methods, whose results are tensors.
+    """The additions to strategies of this package: more methods, and results that are tensors.
 
-    Those of one replica are no `PerReplica`.
+    With one replica, results are not `PerReplica`.
     """
 
     extended = property(StrategyExtended)
@@ -196,7 +196,7 @@ class OfTensorFlow(nd.Strategy):
         return map_leaves(_shown, super().run(fn, args, *more, **options))
 
     def _across(self, value: Any) -> Any:
-        """Return what `run` returned on one replica as what differs between workers."""
+        """Return a single replica's result of `run` as a value that differs between workers."""
         if len(self.devices) > 1:
             return value
         return map_leaves(lambda x: x if isinstance(x, _DISTRIBUTED) else nd.PerReplica([x]), value)
@@ -231,7 +231,7 @@ class OfTensorFlow(nd.Strategy):
             return InputIterator(self.distribute_dataset(dataset))
 
     def make_input_fn_iterator(self, input_fn: Any, replication_mode: Any = None) -> Any:
-        """Return an iterator over the dataset, or the calls of the function, of a function."""
+        """Return an iterator over a function's dataset, or over calls of a returned function."""
 
         def dataset_fn(context: Any) -> Any:
             made = input_fn(context)
@@ -250,19 +250,19 @@ class OfTensorFlow(nd.Strategy):
     def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None) -> Any:
         """Return a dataset of the rows of arrays."""
         with self.scope():
-            data: Any = sys.modules["ndistribute.compat.tf.data"]  # It leads here.
+            data: Any = sys.modules["ndistribute.compat.tf.data"]  # That method leads here.
             return data.Dataset.from_tensor_slices(numpy_input)
 
     def group(self, value: Any, name: Any = None) -> None:
-        """Do nothing: what is grouped has run."""
+        """Do nothing, because the grouped operations have already run."""
 
     def configure(self, session_config: Any = None, **cluster: Any) -> None:
-        """Do nothing, but refuse another cluster than that of the constructor."""
+        """Do nothing, but refuse a cluster other than the constructor's."""
         if any(value is not None for value in cluster.values()):
             raise ValueError("configure: pass the cluster to the constructor, as cluster_resolver.")
 
     def update_config_proto(self, config_proto: Any) -> Any:
-        """Return what is configured, unchanged."""
+        """Return the configuration unchanged."""
         return config_proto
 
 
@@ -275,17 +275,17 @@ _default = strategy(DefaultStrategy)()
 
 
 def _of_tensorflow(current: Any) -> Any:
-    """Return a strategy, whose results are tensors if it is the default one, too."""
+    """Return a strategy; the results of the default strategy are tensors too."""
     return _default if current.is_default else current
 
 
 def get_strategy() -> Any:
-    """Return the current strategy; the results of the default one are tensors, too."""
+    """Return the current strategy; the results of the default strategy are tensors too."""
     return _of_tensorflow(nd.get_strategy())
 
 
 def by_communication(kind: Any) -> Any:
-    """Return a strategy of workers whose first argument is how they communicate."""
+    """Return a strategy of workers whose first argument is the way they communicate."""
 
     def init(
         self: Any, communication: Any = "auto", cluster_resolver: Any = None, **kw: Any
@@ -297,7 +297,7 @@ def by_communication(kind: Any) -> Any:
 
 
 class ReplicaTensors:
-    """The context of a replica, whose collectives return tensors."""
+    """The context of a replica; its collectives return tensors."""
 
     def __init__(self, context: Any) -> None:
         self._context = context

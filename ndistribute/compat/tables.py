@@ -1,7 +1,7 @@
-"""Where the names of TensorFlow are found: tables that `Names.fill` reads.
+"""Tables that say where TensorFlow's names are found; the namespaces read them.
 
-A namespace is in brackets. The table of TensorFlow 1 has what it names beside TensorFlow 2, or
-means otherwise.
+The path of a namespace is in brackets. The table of TensorFlow 1 has the names that TensorFlow 2
+lacks, or that mean something else there.
 """
 
 from __future__ import annotations

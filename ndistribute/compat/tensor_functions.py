@@ -1,6 +1,6 @@
 """Functions of tensors that differ from NumPy's.
 
-A pair has the meaning where operations of graphs are made, and the meaning for arrays.
+A pair has two meanings of a name: where operations of graphs are made, and for arrays.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def _is_whole(*values: Any) -> bool:
 
 
 def eager_constant(value: Any, dtype: Any = None, shape: Any = None, name: Any = None) -> Any:
-    """Return a tensor, of one value if a shape is given for a number."""
-    array = np.array(convert_to_tensor(value, dtype)).view(Tensor)  # A copy, which stays.
+    """Return a tensor; a number with a shape fills the shape."""
+    # This makes a copy, which does not change.
+    array = np.array(convert_to_tensor(value, dtype)).view(Tensor)
     array.flags.writeable = False
     if shape is None:
         return array
@@ -91,7 +92,7 @@ class MovingAverages:
         self.name = name or "ExponentialMovingAverage"
 
     def apply(self, var_list: Any) -> None:
-        """Move the averages towards the values; an average begins with the first one."""
+        """Move the averages towards the values; an average starts at the first value."""
         count = self._updates
         decay = self._decay if count is None else min(self._decay, (1 + count) / (10 + count))
         for variable in var_list:
@@ -103,7 +104,7 @@ class MovingAverages:
             average.assign_sub((average - variable) * np.asarray(1 - decay, variable.dtype))
 
     def average(self, var: Any) -> Any:
-        """Return the average of a variable; None if it has none."""
+        """Return the average of a variable; None if there is none."""
         return self._averages.get(id(var), (var, None))[1]
 
 
@@ -144,7 +145,7 @@ def _fill(dims: Any, value: Any) -> Any:
 
 
 def filled(number: int) -> Any:
-    """Return a function of a shape, whose lengths may be tensors, that returns one number."""
+    """Return a function that fills a shape, whose lengths may be tensors, with one number."""
     return unary(
         lambda shape, dtype=np.float32: _fill(shape, graphs.dtype_of(dtype).type(number)), 0
     )
@@ -187,7 +188,7 @@ def _called(convert: Any) -> Any:
         Tout: Any = None,  # noqa: N803
         stateful: bool = True,
     ) -> Any:
-        if func is None:  # It decorates a function.
+        if func is None:  # Here it decorates a function.
             return lambda func: lambda *inp: call(func, inp, Tout)
         result = func(*map(convert, inp))
         if isinstance(Tout, list | tuple):
@@ -225,7 +226,7 @@ gather = unary(_gather, ids="indices")
 def _embedding_lookup(
     params: Any, ids: Any, partition_strategy: str = "mod", max_norm: Any = None
 ) -> Any:
-    """Return rows of a table, which is in one part, so that both strategies find the same."""
+    """Return rows of a table in one part, so that both partition strategies agree."""
     tables = params if isinstance(params, list | tuple) else [params]
     if len(tables) != 1:
         raise ValueError(f"embedding_lookup needs one table, got {len(tables)}: concat them.")
@@ -294,7 +295,7 @@ def _one_hot(
     axis: Any = -1,
     dtype: Any = None,
 ) -> Any:
-    if isinstance(on_value, type | np.dtype):  # As before: the dtype comes third.
+    if isinstance(on_value, type | np.dtype):  # As in earlier versions, the dtype comes third.
         on_value, dtype = None, on_value
     marks = [value for value in (on_value, off_value) if value is not None]
     if dtype is None:
@@ -317,7 +318,7 @@ softmax_loss_v1 = cross_entropy(nn.softmax_cross_entropy, *_LOGITS_FIRST, consta
 
 def _norm(tensor: Any, ord: Any = "euclidean", axis: Any = None, keepdims: Any = False) -> Any:
     axes, kind = axis_of(axis), None if ord == "euclidean" else ord
-    if axes is None and kind is not None:  # Of all elements in one row.
+    if axes is None and kind is not None:  # The norm of all elements as a vector.
         shape = (1,) * len(tensor.shape) if keepdims else ()
         return np.reshape(np.linalg.norm(np.reshape(tensor, (-1,)), kind), shape)
     return np.linalg.norm(tensor, kind, axes, keepdims)
@@ -359,7 +360,7 @@ def _where(condition: Any, x: Any = None, y: Any = None) -> Any:
         return np.argwhere(condition)
     x, y = like(x, y), like(y, x)
     axes = [len(getattr(array, "shape", None) or ()) for array in (condition, x)]
-    if is_symbolic(condition, x, y) and axes[0] == 1 < axes[1]:  # It chooses rows.
+    if is_symbolic(condition, x, y) and axes[0] == 1 < axes[1]:  # Here it chooses rows.
         condition = np.reshape(condition, (-1, *(1,) * (axes[1] - 1)))
     return np.where(condition, x, y)
 
@@ -387,12 +388,12 @@ in_top_k = unary(lambda targets, predictions, k: graphs.in_top_k(predictions, ta
 
 
 def is_tensor(x: Any) -> bool:
-    """Return whether this is a tensor or a variable."""
+    """Return whether a value is a tensor or a variable."""
     return isinstance(x, Tensor | Tracked | Symbolic | nd.Variable)
 
 
 def asserting(compare: Any) -> Any:
-    """Return a function that raises `InvalidArgumentError` if a comparison is false somewhere."""
+    """Return a function that raises `InvalidArgumentError` unless a comparison holds everywhere."""
 
     def check(x: Any, y: Any = 0, *args: Any, message: Any = None, **options: Any) -> None:
         if compare is np.isclose and not args:
@@ -407,20 +408,20 @@ def asserting(compare: Any) -> Any:
 
 
 def check_true(condition: Any, data: Any = (), summarize: Any = None, name: Any = None) -> None:
-    """Raise `InvalidArgumentError` with some data if a condition is false somewhere."""
+    """Raise `InvalidArgumentError` with some data unless a condition holds everywhere."""
     if not np.all(condition):
         raise InvalidArgumentError(f"assertion failed: {list(map(str, data))}")
 
 
 def check_numerics(tensor: Any, message: str = "") -> Any:
-    """Return a tensor, after a check that it has no infinity and no NaN."""
+    """Return a tensor, after checking that all its numbers are finite."""
     if not np.all(np.isfinite(tensor)):
         raise InvalidArgumentError(f"{message} : the tensor has infinite values, or NaN.")
     return tensor
 
 
 def custom_gradient(f: Any) -> Any:
-    """Return a function whose derivative is defined by the function; see `nd.custom_gradient`."""
+    """Return a function that defines its own derivative; see `nd.custom_gradient`."""
 
     @functools.wraps(f)
     def call(*args: Any, **options: Any) -> Any:
@@ -436,7 +437,7 @@ def custom_gradient(f: Any) -> Any:
 
 
 def _slices(cls: type, values: Any, indices: Any, dense_shape: Any = None) -> Any:
-    """Return rows of an array, whose shape need not be known."""
+    """Return rows of an array; its shape need not be known."""
     values, rows = (np.asarray(convert_to_tensor(each)) for each in (values, indices))
     return nd.IndexedSlices(values, rows, dense_shape)
 
@@ -450,7 +451,7 @@ def set_value(x: Any, value: Any) -> None:
 
 
 def get_value(x: Any) -> Any:
-    """Return the value of a variable or tensor as NumPy's; a number is returned unchanged."""
+    """Return the value of a variable or tensor as a NumPy array; a number unchanged."""
     return x.numpy() if hasattr(x, "numpy") else x
 
 
@@ -462,7 +463,7 @@ def _get_variable(
     trainable: bool | None = None,
     **options: Any,
 ) -> Any:
-    """Return a new variable: nothing is shared by its name."""
+    """Return a new variable: variables with the same name are not shared."""
     start = initializers.get("glorot_uniform" if initializer is None else initializer)
     if callable(start):
         start = (start() if isinstance(start, type) else start)(tuple(axis_of(shape)), dtype)
@@ -473,7 +474,7 @@ get_variable = graph.get_variable, _get_variable
 
 
 def _global_step() -> Any:
-    """Return the variable that counts steps beside the default graph."""
+    """Return the variable that counts steps outside of graphs, one for each default graph."""
     owner = graph.get_default_graph()
     if not owner.get_collection("step_of_arrays"):
         step = eager_variable(np.int64(0), False, "global_step")
@@ -485,7 +486,7 @@ global_step = graph.get_or_create_global_step, _global_step
 
 
 class TensorArray:
-    """A list of tensors by number, which `stack` joins."""
+    """A list of tensors by index, which `stack` joins."""
 
     def __init__(self, dtype: Any, size: Any = 0, dynamic_size: bool = False, **hints: Any) -> None:
         self._dtype = dtype
@@ -512,15 +513,15 @@ class TensorArray:
         return len(self._items)
 
     def stack(self) -> Any:
-        """Return all tensors in one."""
+        """Return all tensors, stacked into one."""
         return np.stack(self._whole())
 
     def concat(self) -> Any:
-        """Return the rows of all tensors in one."""
+        """Return the rows of all tensors, joined into one."""
         return np.concatenate(self._whole())
 
     def _whole(self) -> list[Any]:
-        """Return the items; those that were not written are zeros like the others."""
+        """Return the items; items that were not written are zeros of the same shape."""
         known = next((item for item in self._items if item is not None), None)
         if known is None:
             raise InvalidArgumentError("TensorArray: no item has been written.")

@@ -1,6 +1,6 @@
 """Tensors and variables with TensorFlow's methods, and the tape that watches them.
 
-A tensor is a NumPy array that nothing changes in place. Operators convert the other operand to its
+A tensor is a NumPy array that does not change in place. Operators convert the other operand to its
 dtype, as TensorFlow does; NumPy's own functions follow NumPy's rules.
 """
 
@@ -39,7 +39,7 @@ _lengths = vars(np.ndarray)["shape"].__get__
 
 
 class Reference:
-    """What identifies a tensor or variable in dicts and sets; `deref` returns it."""
+    """A key that identifies a tensor or variable in dicts and sets; `deref` returns the object."""
 
     def __init__(self, thing: Any) -> None:
         self._thing = thing
@@ -56,12 +56,12 @@ class Reference:
 
 
 class _Shaped:
-    """What tensors and variables tell of themselves."""
+    """The reference and the shape of tensors and variables."""
 
     __slots__ = ()
 
     def ref(self) -> Reference:
-        """Return a reference, which can be a key."""
+        """Return a reference, which can be a key in dicts and sets."""
         return Reference(self)
 
     def get_shape(self) -> Shape:
@@ -69,7 +69,7 @@ class _Shaped:
         return Shape(self.shape)  # type: ignore[attr-defined]
 
     def set_shape(self, shape: Any) -> None:
-        """Raise ValueError if this is not the shape; None stands for any length."""
+        """Raise ValueError if the shape is another one; None stands for any length."""
         self.get_shape().merged(Shape(shape))
 
     @property
@@ -85,7 +85,7 @@ class _Shaped:
 
 
 class Tensor(_Shaped, np.ndarray[Any, Any]):
-    """A NumPy array with the methods of a tensor of TensorFlow."""
+    """A NumPy array with the methods of TensorFlow's tensors."""
 
     __array_priority__ = 100.0
     shape = property(
@@ -94,7 +94,7 @@ class Tensor(_Shaped, np.ndarray[Any, Any]):
     device = property(lambda self: f"{_TASK}/device:CPU:0")
 
     def numpy(self) -> Any:
-        """Return a copy as NumPy's array, or the number; text as bytes."""
+        """Return a copy as a NumPy array or a number; text becomes bytes."""
         array = self.view(np.ndarray)
         return (np.char.encode(array, "utf-8") if array.dtype.kind == "U" else array.copy())[()]
 
@@ -108,7 +108,7 @@ class Tensor(_Shaped, np.ndarray[Any, Any]):
         return float(self.item())
 
     def __hash__(self) -> int:  # type: ignore[override]
-        """Return that of the number, so that the elements of a tensor can be in a set."""
+        """Return the hash of the number, so that elements of a tensor can be in a set."""
         if self.ndim:
             raise TypeError("a tensor with axes is not hashable: use x.ref() as the key.")
         return hash(self.item())
@@ -123,14 +123,14 @@ class Tensor(_Shaped, np.ndarray[Any, Any]):
 
 
 def as_tensor(value: Any) -> Any:
-    """Return NumPy's arrays and numbers as tensors; others unchanged."""
+    """Return NumPy arrays and numbers as tensors; other values unchanged."""
     if isinstance(value, Tensor) or not isinstance(value, (np.ndarray, np.generic)):
         return value
     return np.asarray(value).view(Tensor)
 
 
 def plain(value: Any) -> Any:
-    """Return a tensor as an array of NumPy, tracked if it is watched; others unchanged."""
+    """Return a tensor as a NumPy array, tracked if it is watched; other values unchanged."""
     value = value.tracked_value() if isinstance(value, WatchedTensor) else value
     return value.view(np.ndarray) if isinstance(value, Tensor) else value
 
@@ -158,7 +158,7 @@ def matched(tensor: Any, other: Any) -> Any:
 
 
 def _operator(base: type, name: str) -> Any:
-    """Return the operator of a base class, with operands of one dtype."""
+    """Return an operator of a base class that gives both operands one dtype."""
     method = getattr(base, f"__{name}__")
     divides, rounds = name in ("truediv", "rtruediv"), name in ("floordiv", "mod")
     compares = name in ("eq", "ne")
@@ -178,7 +178,7 @@ def _operator(base: type, name: str) -> Any:
 
 
 def _ufunc(base: Any) -> Any:
-    """Return what NumPy's functions call, with arrays of floats in the dtype of the tensor."""
+    """Return the method that NumPy's functions call; arrays of floats get the tensor's dtype."""
 
     def call(self: Any, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         inputs = tuple(x if isinstance(x, ArrayLike) else plain(x) for x in inputs)
@@ -193,7 +193,7 @@ def _ufunc(base: Any) -> Any:
 
 
 class WatchedTensor(ArrayLike, Tensor):  # type: ignore[misc]
-    """A tensor that a tape watches, as it watches a variable; it has been a `Tensor` before."""
+    """A tensor that a tape watches, as it watches a variable; it was a `Tensor` before."""
 
     is_distributed_variable = True
     trainable = False  # Other tapes do not watch it.
@@ -210,7 +210,7 @@ class WatchedTensor(ArrayLike, Tensor):  # type: ignore[misc]
 
 
 def _tracked(name: str) -> Any:
-    """Return the method or property of a name, of the tracked array of a watched tensor."""
+    """Return a method or property that uses the tracked array of a watched tensor."""
     if isinstance(vars(ArrayMethods)[name], property):
         return property(lambda self: getattr(self.tracked_value(), name))
     return lambda self, *args, **options: getattr(self.tracked_value(), name)(*args, **options)
@@ -256,11 +256,11 @@ class WatchingTape(nd.GradientTape):
     def __enter__(self) -> WatchingTape:
         super().__enter__()
         self._recorded()[0].kind = TrackedTensor
-        self._replaced: list[Any] = []  # What was watched, but not in place.
+        self._replaced: list[Any] = []  # The objects that were watched, but not in place.
         return self
 
     def watch(self, tensor: Any) -> Any:
-        """Watch tensors and variables; return what was passed, but tracked arrays for arrays."""
+        """Watch tensors and variables; return them, with arrays replaced by tracked arrays."""
 
         def watched(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -276,7 +276,7 @@ class WatchingTape(nd.GradientTape):
         return tree.map_leaves(watched, tensor)
 
     def reset(self) -> None:
-        """Forget what was recorded and watched, and begin anew."""
+        """Forget all that was recorded and watched, and start over."""
         self.__exit__(None, None, None)
         self.__init__(self._persistent, self._watch_accessed)  # type: ignore[misc]
         self.__enter__()
@@ -288,7 +288,7 @@ class WatchingTape(nd.GradientTape):
         output_gradients: Any = None,
         unconnected_gradients: Any = "none",
     ) -> Any:
-        """Return gradients; None, or zeros, for what the tape does not watch."""
+        """Return gradients; None, or zeros, for sources that the tape does not watch."""
         find = functools.partial(super().gradient, output_gradients=output_gradients)
         return self._of_watched(find, target, sources, unconnected_gradients)
 
@@ -322,13 +322,13 @@ class WatchingTape(nd.GradientTape):
 
 
 class Assignable(Tensor):
-    """A tensor that is read from something that can be set, such as a part of a variable."""
+    """A tensor that was read from an assignable place, such as a part of a variable."""
 
     def __array_finalize__(self, whole: Any) -> None:
-        self._set: Any = None  # Of results that are computed from it.
+        self._set: Any = None  # This is for results that are computed from it.
 
     def assign(self, value: Any) -> Any:
-        """Set what this was read from."""
+        """Assign to the place from which this tensor was read."""
         return self._set(value)
 
 
@@ -352,7 +352,7 @@ def device_name(device: Any) -> str:
 
 
 def _named(kind: type, base: type) -> Any:
-    """Return a kind of variable with the name of the one that it is made of."""
+    """Return a kind of variable with the name of the kind from which it is made."""
     return functools.update_wrapper(kind, base, ["__module__", "__name__", "__qualname__"], [])
 
 
@@ -362,7 +362,7 @@ def _sparse_read(variable: Any, indices: Any, name: Any = None) -> Any:
 
 
 def _gather_nd(variable: Any, indices: Any, name: Any = None) -> Any:
-    """Return the parts at some positions, of which each is a row of indices."""
+    """Return the parts at some positions; each position is a row of indices."""
     return as_tensor(variable.tracked_value()[tuple(np.moveaxis(np.asarray(indices), -1, 0))])
 
 
@@ -408,7 +408,7 @@ def weight(kind: Any) -> Any:
 
 @functools.cache
 def flavored(kind: Any) -> Any:
-    """Return a kind of variable that is a tensor in computations; its parts can be assigned."""
+    """Return a kind of variable that computes as a tensor does; its parts can be assigned."""
     if "__array_ufunc__" in vars(kind):
         return kind
     base: Any = weight(kind)
@@ -421,7 +421,8 @@ def flavored(kind: Any) -> Any:
             return as_tensor(kind.tracked_value(self))
 
         def __getitem__(self, index: Any) -> Any:
-            index = tuple(index) if type(index) is list else index  # As TensorFlow reads lists.
+            # TensorFlow reads lists like this.
+            index = tuple(index) if type(index) is list else index
             part = kind.__getitem__(self, index)
             assign = functools.partial(_assign_part, self, index)
             return assignable(part, assign) if isinstance(part, Tensor) else part
@@ -433,7 +434,7 @@ _ASSIGNED = "value", "use_locking", "name", "read_value"
 
 
 def _assign(method: Any) -> Any:
-    """Return a method that sets the whole value, with TensorFlow's arguments in their order."""
+    """Return a method that sets the whole value, with TensorFlow's order of arguments."""
     write = writing(method)
 
     def assign(self: Any, *args: Any, **options: Any) -> Any:
@@ -456,7 +457,7 @@ def eager_variable(
     aggregation: Any = "none",
     shape: Any = None,
 ) -> Any:
-    """Return a variable; see `nd.Variable`. One that is combined on read is not trained."""
+    """Return a variable; see `nd.Variable`. A variable that is combined on read is not trained."""
 
     def made() -> Any:
         value = initial_value() if callable(initial_value) else initial_value
@@ -488,7 +489,8 @@ def convert_to_tensor(
 
     Raises:
         InvalidArgumentError: it is a tensor of another dtype.
-        TypeError: numbers of Python do not fit the dtype, as a fraction does not fit integers.
+        TypeError: Python numbers do not fit the dtype; for example, a fraction does not fit
+            integers.
     """
     if type(value) is np.ndarray:
         return as_tensor(value if dtype is None else value.astype(dtype, copy=False))
@@ -503,7 +505,7 @@ def convert_to_tensor(
             return convert_to_tensor(value, dtype_hint)
     if isinstance(value, (Symbolic, SymbolicArray)):
         return value if dtype is None else value.astype(dtype)
-    if isinstance(value, (Tracked, ArrayLike)):  # Also a tensor that is watched.
+    if isinstance(value, (Tracked, ArrayLike)):  # This includes a tensor that is watched.
         value = value if isinstance(value, Tracked) else as_tensor(value.tracked_value())
         return value if dtype is None else value.astype(dtype)
     if isinstance(value, nd.IndexedSlices):
@@ -516,7 +518,7 @@ def convert_to_tensor(
     array = as_array(narrowed(value) if dtype is None and not has_dtype else value)
     if dtype is None:
         is_flat = several and has_dtype and not any(isinstance(x, (list, tuple)) for x in parts)
-        if is_flat:  # Numbers of Python do not widen those with a dtype.
+        if is_flat:  # Python numbers do not widen values that have a dtype.
             array = array.astype(np.result_type(*parts), copy=False)
         is_text = array.dtype.kind == "O" and all(isinstance(each, str) for each in array.flat)
         return as_tensor(array.astype(str) if is_text and array.size else array)
@@ -527,5 +529,5 @@ def convert_to_tensor(
 
 
 _DIFFERENTIABLE = Tracked, ArrayLike, Symbolic, SymbolicArray
-# The kinds of dtypes that numbers of Python become.
+# The kinds of the dtypes that Python numbers become.
 _FITTING = {"b": "biufc", "i": "iufc", "u": "iufc", "f": "fc"}

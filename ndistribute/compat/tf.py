@@ -1,7 +1,7 @@
-"""Names of TensorFlow 2: ``import ndistribute.compat.tf as tf`` runs many of its scripts unchanged.
+"""TensorFlow 2's names: many scripts run unchanged with ``import ndistribute.compat.tf as tf``.
 
-Arrays are NumPy's and CuPy's, and everything runs at once: `function` returns its function, unless
-it is told to compile it. ``tf.compat.v1`` has the names of TensorFlow 1, which make operations
+Arrays are NumPy's and CuPy's, and all code runs at once: `function` returns its function unchanged,
+unless it is told to compile it. ``tf.compat.v1`` has TensorFlow 1's names. These make operations
 inside ``Graph().as_default()``, in a `model_fn`, and after ``disable_eager_execution()``.
 """
 

@@ -1,6 +1,6 @@
-"""Names of TensorFlow 1: ``import ndistribute.compat.tf1 as tf`` runs many of its scripts.
+"""TensorFlow 1's names: many scripts run with ``import ndistribute.compat.tf1 as tf``.
 
-They make operations of graphs from the first line on, until ``tf.enable_eager_execution()``.
+The names make operations of graphs from the first line on, until ``tf.enable_eager_execution()``.
 """
 
 from ndistribute.compat import namespaces as _namespaces

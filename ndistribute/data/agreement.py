@@ -1,10 +1,10 @@
-"""The agreement of the workers of a job on their input.
+"""The agreement of a job's workers on their input.
 
 The pipeline alone determines how the workers divide it. At the start of an epoch they compare
 their pipelines and use the seeds of worker 0, because workers that share a pipeline need the same
 shuffles, also without `set_seed`. If only each worker knows when its own data ends, they also agree
-at every step. All this happens on the consumer's thread, so that the order of the collectives is
-the same on all workers and does not depend on prefetching.
+at every step. The consumer's thread makes all these collectives, so their order is the same on all
+workers and does not depend on prefetching.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ndistribute.values import PerReplica
 # Instead of a shard's number: marks the row with the status of a worker.
 _WORKER = -1
 
-# The status of a worker: it has a step; it has none left; it never had one; its input raised.
+# The statuses of a worker: it has a step; it has no step left; it never had one; its input failed.
 _STEP, _OVER, _EMPTY, _RAISED = range(4)
 
 _SEPARATELY = (
@@ -54,7 +54,8 @@ def choose_sharding(
 ) -> Sharding:
     """Return how the workers divide a pipeline; by files only if they `can_agree` on their end.
 
-    If workers divide it `anew`, there may be too few files for `FILE`: some workers then get none.
+    If other workers divide it again (`anew`), `FILE` is possible with fewer files than workers:
+    some workers then get no file.
     """
     if policy is AutoShardPolicy.OFF:
         return Sharding.OFF
@@ -68,7 +69,7 @@ def choose_sharding(
 
 
 def _hindrance(node: Node, num_workers: int, can_agree: bool) -> str | None:
-    """Return why a pipeline cannot be divided by files, and a remedy; None if it can."""
+    """Return why a pipeline cannot be divided by files, and a remedy; None if it can be."""
     steps = upstream(node)
     fewest = min((len(step.files) for step in steps if step.files is not None), default=0)
     if not fewest:
@@ -103,7 +104,7 @@ def _hindrance(node: Node, num_workers: int, can_agree: bool) -> str | None:
 def begin(node: Node, topology: Topology, sharding: Sharding, least: int) -> tuple[Epoch, Progress]:
     """Return the next epoch of a pipeline and its progress; collective with a process group.
 
-    The seeds of its shuffles are those of epoch `least` or a later one.
+    The seeds of its shuffles are those of epoch `least` or of a later epoch.
     """
     epoch = Epoch.begin(node, least)
     seeds = list(epoch.seeds.values())
@@ -116,7 +117,7 @@ def begin(node: Node, topology: Topology, sharding: Sharding, least: int) -> tup
             notes = _notes_of_all(
                 topology.workers, "the start of an epoch", {**note, "seeds": seeds}
             )
-        except WorkerLostError:  # Those who remain begin it again, in the same order.
+        except WorkerLostError:  # The remaining workers begin this epoch again, in the same order.
             epoch.give_back()
             raise
         of_workers = [theirs.pop("seeds") for theirs in notes]
@@ -131,7 +132,7 @@ def begin(node: Node, topology: Topology, sharding: Sharding, least: int) -> tup
 
 
 def compared(steps: Iterator[PipelineStep], workers: ProcessGroup) -> Iterator[PipelineStep]:
-    """Yield steps, after checking that with DATA all workers have the same first batch.
+    """Yield steps; with DATA, first check that all workers have the same first batch.
 
     At the end the workers compare the number of rows. A worker whose input fails before its first
     row tells the others, so that they do not wait for it.
@@ -160,10 +161,10 @@ def compared(steps: Iterator[PipelineStep], workers: ProcessGroup) -> Iterator[P
 def joint(
     steps: Iterator[PipelineStep], workers: ProcessGroup, devices: Sequence[Device]
 ) -> Iterator[PipelineStep]:
-    """Yield steps until all workers have finished: empty ones after the last of this worker.
+    """Yield steps until all workers have finished: after this worker's last step, empty steps.
 
-    At each step the workers agree whether there is one. A worker whose input failed takes part
-    too, so that the others do not wait for it.
+    Before each step the workers agree whether any of them has a step left. A worker whose input
+    failed takes part too, so that the others do not wait for it.
     """
     template: Element | None = None  # A batch without rows, on the host.
     while True:
@@ -172,7 +173,8 @@ def joint(
             step = next(steps, None)
         except Exception as error:
             failure = error
-        if step is not None and step.value is None:  # It is made again, with rows of others only.
+        # The step is made again; only other workers have rows in it.
+        if step is not None and step.value is None:
             step = None
         if step is not None and template is None:
             template = _without_rows(step.value)
@@ -249,7 +251,7 @@ def _agree(
 
 
 def share_template(workers: ProcessGroup, template: Element | None) -> Element:
-    """Return a batch without rows; without one of its own, a worker gets the first other one."""
+    """Return a batch without rows; a worker without one gets that of the first worker with one."""
     templates = all_gather_object(workers, template)
     known = next((other for other in templates if other is not None), None)
     if known is None:

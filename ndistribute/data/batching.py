@@ -1,6 +1,7 @@
 """`Batching`: the methods of `Dataset` that make batches, windows and rows.
 
-Selecting elements uses indices only: rows of arrays stay indices until a batch gathers them.
+Methods that select elements compute indices only: rows of arrays stay indices until a batch gathers
+them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Combine = Callable[[Sequence[Chunk]], Element]
 
 @named
 class Batching(Pipeline):
-    """The methods of a dataset that change what is together in an element.
+    """The methods of a dataset that group elements, or split them.
 
     >>> from ndistribute.data import Dataset
     >>> isinstance(Dataset.range(2), Batching)
@@ -55,7 +56,8 @@ class Batching(Pipeline):
 
         Args:
             batch_size: the number of elements per batch.
-            padded_shapes: a nest of shapes; None, also as a length, means the longest of the batch.
+            padded_shapes: a nest of shapes; None instead of a shape or a length means the greatest
+                length in the batch.
             padding_values: a nest of values to pad with, or one for all; None means zeros.
             drop_remainder: whether to drop a last batch of fewer than `batch_size` elements.
 
@@ -107,11 +109,11 @@ class Batching(Pipeline):
         return self._then("unbatch()", chunks, spec=spec)
 
     def rebatch(self, batch_size: int | Sequence[int], drop_remainder: bool = False) -> Self:
-        """Return a dataset of the rows of these batches in batches of another size.
+        """Return a dataset of batches of another size, with the rows of these batches.
 
         Args:
-            batch_size: the number of rows per batch, or several that take turns.
-            drop_remainder: whether to drop a last batch of fewer rows.
+            batch_size: the number of rows per batch, or a list of numbers that are used in turn.
+            drop_remainder: whether to drop a last batch that has fewer rows.
 
         >>> from ndistribute.data import Dataset
         >>> [batch.tolist() for batch in Dataset.range(6).batch(3).rebatch([1, 2])]
@@ -188,7 +190,7 @@ class Batching(Pipeline):
 
 
 def listed(values: Sequence[Element], batched: bool | None) -> Node:
-    """Return a node of elements that exist already."""
+    """Return a node of the elements of a list."""
     spec = ElementSpec(len(values), batched)
     return Node(name="window", chunks=lambda epoch, start: iter((values[start:],)), spec=spec)
 
@@ -206,7 +208,7 @@ def _cut(
     drop_remainder: bool,
     combine: Combine,
 ) -> Iterator[Chunk]:
-    """Yield batches of the next numbers of elements; the last may be shorter."""
+    """Yield batches with the lengths that `sizes` yields; the last batch may be shorter."""
     pieces: list[Chunk] = []
     missing = next(sizes)
     for chunk in chunks:

@@ -1,7 +1,8 @@
 """`Combining`: the methods of `Dataset` that combine datasets, also those that a function returns.
 
-Each reads its inputs in an order that its arguments and seeds determine, whatever threads read
-ahead. So an iteration that starts later produces the earlier elements again, and drops them.
+The arguments and seeds of a method alone determine the order in which it reads its inputs; threads
+that read ahead do not change it. So an iteration that starts at a later element produces the
+earlier elements again, and drops them.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Combining(Pipeline):
         return cls(_zipped(like, tuple(map(node_of, parts))))
 
     def enumerate(self, start: int = 0) -> Self:
-        """Return a dataset of pairs: a number, which counts from `start` on, and an element.
+        """Return a dataset of pairs: a number, counted from `start`, and an element.
 
         >>> from ndistribute.data import Dataset
         >>> [(int(i), int(x)) for i, x in Dataset.range(5, 7).enumerate()]
@@ -102,12 +103,13 @@ class Combining(Pipeline):
         """Return a dataset that takes each element from a dataset drawn at random.
 
         Args:
-            datasets: of elements of one structure.
-            weights: the probability of each dataset, up to a factor; None means equal ones.
-            seed: of the draws; see `shuffle`.
-            stop_on_empty_dataset: whether to end where a drawn dataset has ended, instead of
-                drawing again.
-            rerandomize_each_iteration: whether each iteration draws anew.
+            datasets: the datasets; their elements have the same structure.
+            weights: the probability of each dataset, up to a common factor; None means equal
+                probabilities.
+            seed: the seed of the draws; see `shuffle`.
+            stop_on_empty_dataset: whether to end when a dataset is drawn that has ended; otherwise
+                another dataset is drawn.
+            rerandomize_each_iteration: whether each iteration makes other draws.
 
         >>> from ndistribute.data import Dataset
         >>> both = Dataset.sample_from_datasets([Dataset.range(2), Dataset.range(5, 7)], seed=1)
@@ -137,13 +139,13 @@ class Combining(Pipeline):
     def choose_from_datasets(
         cls, datasets: Sequence[Any], choice_dataset: Any, stop_on_empty_dataset: bool = True
     ) -> Self:
-        """Return a dataset that takes each element from the dataset with the next number.
+        """Return a dataset that takes each element from the dataset that the next number selects.
 
         Args:
-            datasets: of elements of one structure.
-            choice_dataset: a dataset of numbers of these datasets.
-            stop_on_empty_dataset: whether to end where a chosen dataset has ended, instead of
-                taking the next number.
+            datasets: the datasets; their elements have the same structure.
+            choice_dataset: a dataset of indices into `datasets`.
+            stop_on_empty_dataset: whether to end when a dataset is chosen that has ended; otherwise
+                the next number is taken.
 
         >>> from ndistribute.data import Dataset
         >>> parts = [Dataset.range(2), Dataset.range(5, 7)]
@@ -157,8 +159,8 @@ class Combining(Pipeline):
     def flat_map(self, map_func: Callable[..., Any]) -> Self:
         """Return a dataset of the elements of the datasets that a function returns.
 
-        A shuffle in those datasets without a seed gets one from the seeds of this dataset, so an
-        iteration can be resumed.
+        A shuffle without a seed in the returned datasets gets a seed that is derived from the seeds
+        of this dataset, so an iteration can be resumed.
 
         >>> from ndistribute.data import Dataset
         >>> [int(x) for x in Dataset.range(4).flat_map(Dataset.range)]
@@ -174,14 +176,14 @@ class Combining(Pipeline):
         num_parallel_calls: int | None = None,
         deterministic: bool | None = None,
     ) -> Self:
-        """Return a dataset of elements that the datasets of a function take turns to give.
+        """Return a dataset of the elements of the datasets that a function returns, taken in turn.
 
         Args:
             map_func: returns a dataset for an element; see `flat_map`.
             cycle_length: the number of datasets that are open at once; None means 16.
-            block_length: the number of successive elements of each; None means 1.
-            num_parallel_calls: anything but None lets a thread read each open dataset ahead.
-            deterministic: the order is always the same, so this changes nothing.
+            block_length: the number of successive elements taken from each; None means 1.
+            num_parallel_calls: if it is not None, a thread reads ahead in each open dataset.
+            deterministic: has no effect, because the order is always the same.
 
         >>> from ndistribute.data import Dataset
         >>> [int(x) for x in Dataset.range(2, 5).interleave(Dataset.range, 2)]
@@ -240,7 +242,7 @@ def _parts(datasets: Sequence[Any], method: str) -> tuple[Node, ...]:
 
 
 def _in_turns(sources: Iterator[Iterator[Element]], cycle: int, block: int) -> Iterator[Element]:
-    """Yield a block of each of `cycle` sources in turn; the next source takes an ended one's."""
+    """Yield a block of each of `cycle` sources in turn; the next source replaces an ended one."""
     slots: list[Iterator[Element] | None] = [None] * cycle
     while True:
         for place in range(cycle):
@@ -256,7 +258,7 @@ def _in_turns(sources: Iterator[Iterator[Element]], cycle: int, block: int) -> I
 
 
 def in_rounds(parts: tuple[Node, ...]) -> Node:
-    """Return a node of one batch of each dataset in turn; an empty one of a dataset that ended."""
+    """Return a node of one batch of each dataset in turn; an empty batch if it has ended."""
 
     def values(epoch: Epoch) -> Iterator[Element]:
         sources = [part.iterate(epoch.branch(at)) for at, part in enumerate(parts)]
@@ -344,7 +346,7 @@ def _directed(
 
 
 def common_spec(cardinality: int, parts: Sequence[Node]) -> ElementSpec:
-    """Return the spec of a node whose elements are those of several nodes."""
+    """Return the spec of a node that produces the elements of several nodes."""
     first = parts[0].spec.like
     alike = all(repr(part.spec.like) == repr(first) for part in parts)
     return ElementSpec(cardinality, _common_rank(parts), like=first if alike else None)

@@ -41,11 +41,11 @@ _INSTEAD = {
 class Dataset(Transforming, Batching, Combining):
     """A sequence of elements, each a nest of NumPy arrays.
 
-    Create one with a ``from_...`` method or `range`; the other methods return new datasets. Over
-    arrays, methods such as `shuffle` compute row indices only, and `batch` gathers each batch at
-    once. A batch of rows that are contiguous in their array is a read-only view.
+    Create a dataset with a ``from_...`` method or `range`; the other methods return new datasets.
+    Over arrays, methods such as `shuffle` compute row indices only, and `batch` gathers the rows of
+    a batch at once. If these rows are contiguous in their array, the batch is a read-only view.
 
-    Each method also takes the keyword `name` of TensorFlow, which changes nothing.
+    Each method also accepts TensorFlow's keyword `name`, which has no effect.
 
     >>> import numpy as np
     >>> images, labels = np.zeros((5, 28, 28), np.float32), np.arange(5)
@@ -55,7 +55,7 @@ class Dataset(Transforming, Batching, Combining):
     """
 
     __slots__ = ()
-    #: Applied to each element of an iteration; None leaves it unchanged.
+    # : A function that is applied to each element of an iteration; None leaves elements unchanged.
     _convert: ClassVar[Any] = None
 
     @classmethod
@@ -73,7 +73,8 @@ class Dataset(Transforming, Batching, Combining):
         """Return a dataset of the rows of arrays, which are not copied.
 
         Args:
-            tensors: a nest of arrays whose first axes have the same length; a list is one array.
+            tensors: a nest of arrays whose first axes have the same length; a list counts as one
+                array.
 
         Raises:
             ValueError: a leaf is a scalar, or the lengths of the first axes differ.
@@ -95,12 +96,13 @@ class Dataset(Transforming, Batching, Combining):
         """Return a dataset of the elements that an iterable yields.
 
         Args:
-            generator: returns the iterable; called with `args` at the start of each iteration.
-            output_types: a nest of dtypes, to which the elements are cast.
-            output_shapes: a nest of shapes, which the elements must have; None matches any length.
+            generator: a function that returns the iterable; it is called with `args` at the start
+                of each iteration.
+            output_types: a nest of dtypes; the elements are cast to them.
+            output_shapes: a nest of shapes that the elements must have; None matches any length.
             args: the arguments of `generator`.
-            output_signature: instead of types and shapes, a nest of objects with `shape` and
-                `dtype`, or of dtypes.
+            output_signature: a nest of dtypes, or of objects with `shape` and `dtype`; it replaces
+                `output_types` and `output_shapes`.
 
         Raises:
             ValueError: `generator` is not callable, or both types and a signature are passed.
@@ -120,9 +122,10 @@ class Dataset(Transforming, Batching, Combining):
         """Return a dataset of the elements in files, one file after another.
 
         Args:
-            paths: one or several; a pattern such as ``"train-*.npy"`` means all matches, sorted.
-            reader: called with a path; returns a nest of arrays or a DataFrame, whose rows are the
-                elements, or an iterable of elements. None reads .npy, .npz and .csv files.
+            paths: one or several paths; a pattern such as ``"train-*.npy"`` means all matches,
+                sorted.
+            reader: a function of a path. It returns a nest of arrays or a DataFrame, whose rows are
+                the elements, or an iterable of elements. None reads .npy, .npz and .csv files.
 
         Raises:
             ValueError: no file matches a pattern, or a file's extension is unknown.
@@ -136,14 +139,14 @@ class Dataset(Transforming, Batching, Combining):
     def list_files(
         cls, file_pattern: Any, shuffle: bool | None = None, seed: int | None = None
     ) -> Dataset:
-        """Return a dataset of the paths of files, in another order in each iteration.
+        """Return a dataset of the paths of files, in a different random order in each iteration.
 
         Workers that divide the input by files divide these paths.
 
         Args:
             file_pattern: one or several paths or patterns.
-            shuffle: False gives the paths in order: those of each pattern are sorted.
-            seed: of the order; see `shuffle`.
+            shuffle: False keeps the order of the patterns, and sorts the paths of each pattern.
+            seed: the seed of the order; see `shuffle`.
 
         Raises:
             ValueError: no file matches.
@@ -193,8 +196,8 @@ class Dataset(Transforming, Batching, Combining):
     def element_spec(self) -> Any:
         """The dtypes and shapes of the elements: a nest of objects with `dtype` and `shape`.
 
-        What functions return is known from a first element, for which they are called once; the
-        first length of a batch counts as unknown then.
+        To find out what users' functions return, they are called once, for a first element. The
+        first length of a batch then counts as unknown.
 
         >>> Dataset.range(4).map(lambda x: {"x": x / 2}).batch(2).element_spec
         {'x': float64[None]}
@@ -230,7 +233,7 @@ class Dataset(Transforming, Batching, Combining):
     def __getattr__(self, name: str) -> Any:
         if name in _INSTEAD:
             raise AttributeError(f"Dataset has no {name}: use {_INSTEAD[name]}.")
-        return object.__getattribute__(self, name)  # Raises Python's own error.
+        return object.__getattribute__(self, name)  # This raises Python's AttributeError.
 
     def __bool__(self) -> bool:
         return True
@@ -240,7 +243,7 @@ def as_dataset(source: Any) -> Dataset:
     """Return a dataset unchanged, and any re-iterable collection of batches as a dataset.
 
     Raises:
-        ValueError: the object can be iterated only once, or is not a collection of batches.
+        ValueError: the object can be iterated over only once, or is not a collection of batches.
 
     >>> import numpy as np
     >>> as_dataset([np.arange(2), np.arange(1)]).cardinality()

@@ -1,6 +1,6 @@
 """Distributed datasets: each step has one part of the global batch for every replica.
 
-The division of a dataset among the workers is the same in all epochs. An epoch can be interrupted
+A dataset is divided among the workers in the same way in all epochs. An epoch can be interrupted
 and resumed at any step: its iterator counts the steps that the consumer received, not those that a
 background thread has prepared. If only each worker knows when its own data ends, a worker without
 data takes part with empty batches until all workers have finished.
@@ -38,14 +38,14 @@ def distribute(
     """Return a dataset that divides each global batch among the replicas.
 
     Args:
-        dataset: a `Dataset` or any re-iterable of batches of the global batch size; every worker
-            passes an equal one.
+        dataset: a `Dataset`, or any object that can be iterated over repeatedly and yields batches
+            of the global batch size. All workers pass an equal one.
         topology: the replicas of this worker, and those of the other workers.
         options: None uses the options of the dataset, or the defaults if it has none.
 
     Raises:
-        ValueError: the dataset is known to be unbatched, can be iterated only once, or cannot be
-            divided by the policy of the options.
+        ValueError: the dataset is known to be unbatched, can be iterated over only once, or cannot
+            be divided by the policy of the options.
 
     >>> from ndistribute.data import Dataset
     >>> topology = Topology((Device("cpu:0"), Device("cpu:1")), (2,))
@@ -74,13 +74,15 @@ def distribute(
 def distribute_from_function(
     fn: Callable[[InputContext], Any], topology: Topology, options: InputOptions | None = None
 ) -> DistributedDataset:
-    """Return a dataset whose steps have the next batch of a function's dataset for each replica.
+    """Return a dataset whose steps give each replica the next batch of a function's dataset.
 
     Args:
-        fn: called once, or for each replica with PER_REPLICA in the options; returns a `Dataset` or
-            any re-iterable of batches of the per-replica size.
+        fn: a function that returns a `Dataset`, or any object that can be iterated over repeatedly
+            and yields batches of the per-replica size. It is called once, or once for each replica
+            with PER_REPLICA in the options.
         topology: the replicas of all workers. With a process group, a worker whose dataset ends
-            early takes part with empty batches; without one, all need equally many steps.
+            early takes part with empty batches; without a group, all workers need equally many
+            steps.
         options: None uses the options of the dataset, or the defaults if it has none.
 
     Raises:
@@ -118,26 +120,29 @@ class Pipelines:
     """The pipelines of a dataset: one that all workers share, or those that a function returns.
 
     Args:
-        make: returns the pipeline of a worker among workers with these numbers of replicas.
-        topology: determines the first pipeline.
+        make: returns the pipeline of a worker, from the worker's index and all workers' replica
+            counts.
+        topology: the replicas; it determines the first pipeline.
     """
 
     def __init__(self, make: Callable[[int, tuple[int, ...]], Node], topology: Topology) -> None:
         self._make = make
-        # Workers that came later may read what others began, so several divisions are in use.
+        # Workers that joined later may read parts that others began, so several divisions are in
+        # use.
         self._made: dict[Any, Node] = {}
         self.first = self.of(topology.worker_index, topology.replica_counts)
-        self.epochs = 0  # Those that were begun, as far as their shuffles need to know.
+        # The number of epochs that were begun; the seeds of the shuffles depend on it.
+        self.epochs = 0
 
     def of(self, shard: int, counts: tuple[int, ...]) -> Node:
-        """Return the pipeline of a worker, the same each time while it is one of the last 16."""
+        """Return the pipeline of a worker; the last 16 pipelines are kept and returned again."""
         made = self._made.get((shard, counts)) or self._make(shard, counts)
         self._made = dict([*self._made.items(), ((shard, counts), made)][-16:])
         return made
 
 
 class DistributedDataset:
-    """An iterable over steps: nests of `PerReplica` with one component per replica of the worker.
+    """An iterable over steps: nests of `PerReplica` with a component for each local replica.
 
     Strategies create it. Iterations are independent and can be resumed: see `DistributedIterator`.
 
@@ -171,8 +176,9 @@ class DistributedDataset:
     def cardinality(self) -> int:
         """Return the number of steps, `INFINITE_CARDINALITY` or `UNKNOWN_CARDINALITY`.
 
-        If each worker has its own data, this is the number of steps with data of this worker. It
-        also takes part in further steps of other workers, with empty batches.
+        If each worker has its own data, this is the number of steps for which this worker has data.
+        This worker also takes part, with empty batches, in the steps of workers that have more
+        data.
         """
         known = self._node.spec.cardinality
         if known < 0:
@@ -195,7 +201,7 @@ class DistributedDataset:
 
     @property
     def element_spec(self) -> Any:
-        """What each step has: a nest of `PerReplicaSpec`, as `Dataset.element_spec`.
+        """The dtypes and shapes of a step: a nest of `PerReplicaSpec`; see `Dataset.element_spec`.
 
         >>> import ndistribute as nd
         >>> with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
@@ -205,16 +211,16 @@ class DistributedDataset:
         return _spec_of_steps(self, self._sharding)
 
     def divided_among(self, topology: Topology, scale: Fraction | float = 1) -> DistributedDataset:
-        """Return the same input for other replicas, of these workers or of others.
+        """Return the same input, divided among other replicas or other workers.
 
         An iterator over it can continue from the state of an iterator over this dataset. Later
         epochs are divided as if the dataset had been distributed among these workers. A function
         of `distribute_datasets_from_function` is called when an epoch needs it.
 
         Args:
-            topology: the replicas that take part from now on.
-            scale: the part of a global batch that a step takes; a function's batches stay as they
-                are.
+            topology: the replicas that receive the input from now on.
+            scale: the part of a global batch that a step takes; batches of a dataset function keep
+                their size.
 
         Raises:
             ValueError: these workers cannot divide the input; see
@@ -225,7 +231,7 @@ class DistributedDataset:
         return DistributedDataset(self._pipelines, topology, sharding, self._options, part)
 
     def _sharding_for(self, num_workers: int, can_agree: bool) -> Sharding:
-        """Return how workers that came later divide this input."""
+        """Return how workers that joined later divide this input."""
         if self._sharding is Sharding.FUNCTION:
             return self._sharding
         policy = self._options.auto_shard_policy
@@ -254,7 +260,7 @@ class PerReplicaSpec:
 def _spec_of_steps(dataset: DistributedDataset, sharding: Sharding) -> Any:
     """Return the spec of this worker's steps of a pipeline that is divided among all replicas.
 
-    A part of a batch has a known length if all batches, and so all parts, have the same.
+    A part of a batch has a known length if all batches, and so all parts, have the same length.
     """
     topology, whole_batches = dataset._topology, dataset._scale == 1
 
@@ -287,10 +293,12 @@ class DistributedIterator(TensorFlowIterator):
         self._dataset = dataset
         self._topology = dataset._topology
         self._progress: Progress | None = None
-        self._readings: dict[int, Reading] = {}  # From where the iteration begins, by shard.
+        # The position of each shard where the iteration begins.
+        self._readings: dict[int, Reading] = {}
         self._threads = Threads()
         self._loader: Any = None
-        self._loader_state: Any = None  # After the consumer's step, if the loader is ahead of it.
+        # The loader's state after the consumer's step, if the loader is ahead of it.
+        self._loader_state: Any = None
         self._over = self._failed = False
         self._used_up = threading.Event()  # The input of this worker has ended.
         # Created at the first step, so that loading a state before it costs nothing.
@@ -357,19 +365,20 @@ class DistributedIterator(TensorFlowIterator):
 
     @property
     def element_spec(self) -> Any:
-        """What each step has; see `DistributedDataset`."""
+        """The dtypes and shapes of each step; see `DistributedDataset.element_spec`."""
         return _spec_of_steps(self._dataset, self._begun().sharding)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the consumer, as plain values.
 
         Returns:
-            The kind of sharding, and for each shard its position and the seeds of its shuffles. It
-            is the same on all workers of a process group. If the input is a loader with its own
-            `state_dict`, its state is in it.
+            The kind of sharding, and for each shard its position and the seeds of its shuffles. All
+            workers of a process group get the same result. If the input is a loader with its own
+            `state_dict`, the result contains the loader's state.
 
         Raises:
-            ValueError: the input is a loader without a `state_dict`, or is within a batch.
+            ValueError: the input is a loader without a `state_dict`, or the position is inside a
+                batch of a loader.
         """
         progress = self._begun()
         pipeline.check_resumable(self._nodes, self._loader, "state_dict")
@@ -390,7 +399,7 @@ class DistributedIterator(TensorFlowIterator):
     def mark(self) -> Any:
         """Return the position of the consumer for `state_at`; None if no epoch has begun.
 
-        It takes less than a microsecond; for a loader with a state it copies that state.
+        It takes less than a microsecond, but for a loader with a state it copies that state.
         """
         if self._progress is None:
             return None
@@ -400,9 +409,9 @@ class DistributedIterator(TensorFlowIterator):
     def state_at(self, mark: Any) -> dict[str, Any] | None:
         """Return what `state_dict` would have returned when `mark` was called.
 
-        It also tells after an error, when this iterator is over. If there was a step since, that
-        step comes again with the same rows, whoever divides them. If no epoch had begun, it returns
-        None.
+        It also works after an error has ended this iterator. If the iterator has given a step since
+        `mark`, the resumed iterator gives that step again with the same rows, whichever workers
+        divide them. If no epoch had begun, this returns None.
         """
         if self._progress is None:
             return None
@@ -414,19 +423,19 @@ class DistributedIterator(TensorFlowIterator):
         return {**state, **marked.state_dict()}
 
     def check_can_go_back(self, scaled: bool = False) -> None:
-        """Raise an error if other workers could not continue this input at every step.
+        """Raise an error if there is a step at which other workers could not continue this input.
 
         Args:
-            scaled: whether they would take another part of a global batch at a step.
+            scaled: whether these workers would take another part of a global batch at a step.
 
         Raises:
             ValueError: the input is a loader whose position cannot be restored, or only on the
-                worker that has it; or too few workers were there to see that files cannot be
-                divided. It says what to do.
+                worker that has it; or this job has too few workers to show that the files cannot be
+                divided. The message says what to do.
         """
         loader = loader_of(self._dataset._pipelines.first)
         pipeline.check_resumable((self._dataset._pipelines.first,), loader, "an elastic loop")
-        # Others may come, also if there are none yet.
+        # Other workers may join later, even if this is the only worker now.
         sharding = self._dataset._sharding_for(max(2, self._topology.num_workers), True)
         if loader is not None and (scaled or sharding is not Sharding.DATA):
             raise ValueError(
@@ -437,7 +446,7 @@ class DistributedIterator(TensorFlowIterator):
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state of an iterator over an equal pipeline, with its remaining rows.
+        """Continue from the state of an iterator over an equal pipeline: the remaining rows follow.
 
         The numbers of workers and of replicas may differ. All workers load the same state, and the
         rest of the epoch keeps its kind of sharding. Later epochs continue after the resumed one.
@@ -446,8 +455,8 @@ class DistributedIterator(TensorFlowIterator):
             state: the result of `state_dict`, from this process or another.
 
         Raises:
-            ValueError: the state belongs to another pipeline, or to input that cannot be divided
-                anew, or the input is a loader without a `load_state_dict`.
+            ValueError: the state belongs to another pipeline, or to input that other workers cannot
+                divide again, or the input is a loader without a `load_state_dict`.
         """
         dataset, topology = self._dataset, self._topology
         progress = Progress.of_state(state)
@@ -466,13 +475,15 @@ class DistributedIterator(TensorFlowIterator):
         self._used_up.clear()
         if loaded is not None:
             loader.load_state_dict(loaded["state"])
-            if loaded["over"]:  # Others may go on, and this worker takes part.
+            # Other workers may have steps left, and this worker takes part in them.
+            if loaded["over"]:
                 self._used_up.set()
 
     def close(self) -> None:
         """End the iteration, and stop its threads.
 
-        If it reads ahead in a loader with a state, it waits until nothing reads there any more.
+        If a thread reads ahead in a loader with a state, wait until that thread has stopped
+        reading.
         """
         self._threads.close(wait=self._loader is not None)
         self._over = True
@@ -533,14 +544,14 @@ class DistributedIterator(TensorFlowIterator):
 
 
 def loader_of(node: Node) -> Any:
-    """Return the loader that a pipeline consists of, if it has a state; None otherwise."""
+    """Return the loader if a pipeline consists of one that has a state; None otherwise."""
     while node.options is not None:
         (node,) = node.inputs
     return node.loader if has_state(node.loader) else None
 
 
 def _with_states(steps: Iterator[PipelineStep], loader: Any) -> Iterator[PipelineStep]:
-    """Yield steps with the loader's state after each, which the loader may change later."""
+    """Yield steps, each with a copy of the loader's state after it."""
     for step in steps:
         yield step._replace(loader_state=copy.deepcopy(loader.state_dict()))
 
@@ -565,12 +576,13 @@ def _options_of(node: Node) -> InputOptions:
 def _default_depth(nodes: Sequence[Node], devices: Sequence[Device]) -> int:
     """Return the default number of steps to prepare ahead.
 
-    Measured on 2 cores, batches of 256 x 784 float32, with a thread relative to none: steps of a
-    consumer that waits (for a GPU or a network) take 10 to 28 % less time; those of one that
-    computes on both cores 0 to 10 % more. Arrays on the CPU involve no waiting, so they use no
-    thread; a user's function may read files.
+    Measured on 2 cores with batches of 256 x 784 float32, a thread changes the time of a step. If
+    the consumer waits (for a GPU or a network), its steps take 10 to 28 % less time; if it computes
+    on both cores, 0 to 10 % more. Reading arrays on the CPU never waits, so it uses no thread; a
+    user's function may read files.
     """
     if any(has_state(node.loader) for node in nodes):
-        return 0  # Reading ahead would take a state from it after every batch.
+        # If a thread read ahead, it would have to copy the loader's state after every batch.
+        return 0
     waits = any(node.runs_user_code for node in nodes)
     return 2 if waits or any(device.kind != "cpu" for device in devices) else 0

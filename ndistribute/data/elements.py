@@ -29,24 +29,25 @@ IntArray = npt.NDArray[np.int64]
 Positions = range | IntArray
 Chunk: TypeAlias = "Rows | Sequence[Element]"
 
-# The rows gathered at once when single elements are iterated over; more if they have fewer bytes.
-# This spreads the cost of a gather, and an element that the user keeps retains no more.
+# When single elements are iterated over, this many rows are gathered at once, or more if they have
+# fewer bytes. This spreads the cost of a gather; an element that the user keeps keeps no more than
+# these rows in memory.
 _ROWS_PER_GATHER, _BYTES_PER_GATHER = 64, 1 << 16
 
 
-# A checksum reads at most this many pieces of an array, of at most this many bytes: 256 MiB, at 1
-# to 3 GB/s. An item of an array of objects counts as so many bytes.
+# A checksum reads at most this many pieces of an array, of at most this many bytes each: 256 MiB,
+# at 1 to 3 GB/s. An item of an array of objects counts as the bytes that the array stores for it.
 _PIECES, _PIECE, _OBJECT = 64, 4 << 20, 1 << 10
 
-# The code in messages that does the same as `columns_of`.
+# What error messages tell the user to write; it does the same as `columns_of`.
 COLUMNS_OF_FRAME = "{name: frame[name].to_numpy() for name in frame.columns}"
 
 
 def as_element(value: Any, lists_nest: bool = False) -> Element:
     """Return the element for a value from a user's function.
 
-    Loaders of other libraries yield lists of arrays instead of tuples, so a list that contains
-    arrays nests if `lists_nest`.
+    Loaders of other libraries yield lists of arrays instead of tuples. So if `lists_nest`, a list
+    that contains arrays is a nest.
 
     >>> as_element(([1, 2], 3.0))
     (array([1, 2]), np.float64(3.0))
@@ -87,7 +88,7 @@ def as_element(value: Any, lists_nest: bool = False) -> Element:
 
 
 def copied(value: Any) -> Element:
-    """Return the element for a value whose arrays its maker may use again."""
+    """Return the element for a value, with copies of arrays that the value's producer may reuse."""
 
     def copy_of(leaf: Leaf) -> Leaf:
         kept = isinstance(leaf, np.generic) or not hasattr(leaf, "flags")
@@ -98,7 +99,7 @@ def copied(value: Any) -> Element:
 
 
 def read_only(element: Element) -> Element:
-    """Return read-only views of an element whose arrays the dataset will return again."""
+    """Return an element of read-only views, because the dataset will return its arrays again."""
     return tree.map_leaves(ownership.read_only, element)
 
 
@@ -124,8 +125,9 @@ def pad(elements: Sequence[Element], shapes: Any = None, values: Any = None) -> 
     """Return a batch of elements that are padded to one shape.
 
     Args:
-        elements: of one structure; the leaves at each place have equally many axes.
-        shapes: a nest of shapes; None, also as a length, means the longest of the batch.
+        elements: elements of the same structure; the leaves at each place have equally many axes.
+        shapes: a nest of shapes; None instead of a shape or a length means the greatest length in
+            the batch.
         values: a nest of numbers or text to pad with, or one for all leaves; None means zeros.
 
     >>> pad([np.array([1]), np.array([2, 3])], shapes=[3], values=-1)
@@ -188,9 +190,9 @@ def leading_length(leaves: Sequence[Leaf], what: str, remedy: str) -> int:
 def checksum(array: Any) -> int:
     """Return the CRC-32 of the values of an array, in their order.
 
-    Of an array above 256 MiB it covers 64 evenly spread pieces of 4 MiB, among them the first and
-    the last values. Of objects only text and numbers count: the ``repr`` of others may contain an
-    address.
+    If an array is larger than 256 MiB, the checksum covers 64 evenly spread pieces of 4 MiB, among
+    them the first and the last values. Among objects, only text and numbers count, because the
+    ``repr`` of others may contain an address.
     """
     as_text = array.dtype.hasobject
     length = max(1, _PIECE // (_OBJECT if as_text else array.itemsize or 1))
@@ -214,8 +216,8 @@ def as_shape(shape: Iterable[int | None]) -> tuple[int | None, ...]:
 class Rows:
     """Rows of arrays, stored as indices until `gather` copies the data.
 
-    Slicing, reordering and joining compute indices only. The indices are a `range` while the order
-    is kept, so that a contiguous batch is a view, and an index array after a shuffle.
+    Slicing, reordering and joining compute indices only. The indices are a `range` as long as the
+    rows keep their order, so that a contiguous batch is a view. After a shuffle they are an array.
 
     Args:
         like: a nest with one leaf per column.
@@ -258,7 +260,7 @@ class Rows:
             yield unstack(self[first : first + size].gather())
 
     def pick(self, indices: IntArray) -> Rows:
-        """Return the rows at the given indices of these rows."""
+        """Return the rows at some indices of these rows."""
         return Rows(self._like, [(columns, _at(at, indices)) for columns, at in self._parts])
 
     def same_columns(self, other: Chunk) -> bool:
@@ -293,7 +295,7 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
 
 
 def pick(chunk: Chunk, indices: IntArray) -> Chunk:
-    """Return the elements at the given indices of a chunk."""
+    """Return the elements at some indices of a chunk."""
     if isinstance(chunk, Rows):
         return chunk.pick(indices)
     return [chunk[index] for index in indices.tolist()]
@@ -358,7 +360,7 @@ def _taken_as_array(value: Any) -> Any:
 
 
 def _array_of(items: Sequence[Any]) -> npt.NDArray[Any]:
-    """Return an array of items; one of objects for bytes that end with a zero, which NumPy cuts."""
+    """Return an array of items; an array of objects if NumPy would cut zeros off bytes."""
     array = np.array(items)
     if array.dtype.kind not in "SU":
         return array

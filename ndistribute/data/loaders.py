@@ -1,8 +1,9 @@
-"""`TorchLoader`: the position of a `torch.utils.data.DataLoader`, which it does not keep itself.
+"""`TorchLoader`: saves and restores the position of a `torch.utils.data.DataLoader`.
 
-The order of an epoch follows from the generators of the loader and its samplers where it begins. So
-their states and the number of batches taken say where it is: a loader continues by reading the
-epoch again up to there. A sampler whose order depends on anything else is refused.
+PyTorch's loader does not keep its position. But the states of the generators of the loader and its
+samplers at the start of an epoch determine the order of the epoch. So these states and the number
+of batches read are the position: to continue there, the loader reads the epoch again up to that
+batch. A sampler whose order depends on anything else is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def is_torch_loader(loader: Any) -> bool:
 
 
 def obstacle(loader: Any) -> str:
-    """Return why the order of a loader cannot be restored, and what to do; empty: it can be."""
+    """Return why a loader's order cannot be restored, and what to do; empty text if it can be."""
     if not is_torch_loader(loader):
         return "it has no state_dict and load_state_dict, or is only a part of the dataset"
     if getattr(loader, "persistent_workers", False):
@@ -47,11 +48,12 @@ def obstacle(loader: Any) -> str:
 
 
 def as_yielded(value: Any, tensors: list[bool] | None) -> Any:
-    """Return a step with tensors where the loader had them, if replicas compute with tensors."""
+    """Return a step with tensors where the loader had tensors, if replicas compute with them."""
     if tensors is None or not steps_take_tensors():
         return value
     parts = tree.flatten(value)
-    # A worker whose loader has yielded nothing takes all for tensors, as the default collate does.
+    # If a worker's loader has yielded nothing, all leaves become tensors, as the default collate
+    # makes them.
     flags = tensors if len(tensors) == len(parts) else tensors * len(parts)
     pairs = zip(parts, flags, strict=True)
     made = [PerReplica(map(tensor_of, part.values)) if flag else part for part, flag in pairs]
@@ -59,7 +61,7 @@ def as_yielded(value: Any, tensors: list[bool] | None) -> Any:
 
 
 def check_division(loaders: Iterable[Any], count: int, number: int) -> None:
-    """Raise an error if a loader's sampler divides the data among others than its readers."""
+    """Raise an error if a loader's sampler divides the data among other processes."""
     for loader in (getattr(each, "loader", each) for each in loaders):
         for sampler in _samplers_of(loader) if is_torch_loader(loader) else ():
             parts, part = getattr(sampler, "num_replicas", count), getattr(sampler, "rank", number)
@@ -90,9 +92,10 @@ class TorchLoader:
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self._begin: dict[str, Any] | None = None  # What the order of the epoch follows from.
-        self._taken = 0  # The batches of that epoch that were taken.
-        self._resumes = False  # Whether the next iteration goes on there.
+        # The states that determine the order of the epoch.
+        self._begin: dict[str, Any] | None = None
+        self._taken = 0  # The number of batches of that epoch that were read.
+        self._resumes = False  # Whether the next iteration continues there.
 
     def __iter__(self) -> Iterator[Any]:
         if self._resumes and self._begin is not None:
@@ -103,7 +106,7 @@ class TorchLoader:
         batches = iter(self.loader)
         for _ in islice(batches, taken):
             pass
-        if taken:  # What is read again must draw no numbers that the program would get.
+        if taken:  # Reading batches again must not draw random numbers that the program would get.
             torch_loaded().set_rng_state(drawn)
         for batch in batches:
             self._taken += 1
@@ -115,10 +118,10 @@ class TorchLoader:
         return {"begin": self._begin or self._now(), "taken": self._taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a position of `state_dict`.
+        """Continue at a position that `state_dict` returned.
 
         Raises:
-            ValueError: it is of a loader with other generators or samplers.
+            ValueError: the position belongs to a loader with other generators or samplers.
         """
         begin, now = dict(state["begin"]), self._now()
         if [*map(len, begin.values())] != [*map(len, now.values())]:

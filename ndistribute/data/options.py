@@ -59,14 +59,15 @@ class InputOptions:
         auto_shard_policy: an `AutoShardPolicy`, or its name in any case.
         prefetch: the number of steps that a background thread prepares ahead. That thread then
             calls the dataset's functions. 0 prepares each step on request. None means 2 if the
-            dataset runs user code or reads files, or if a replica is on a GPU, otherwise 0; also 0
-            for a loader with a state of its own, which is copied after each batch read ahead.
+            dataset runs user code or reads files, or if a replica is on a GPU, and otherwise 0.
+            None also means 0 for a loader with its own state, because reading ahead copies the
+            state after each batch.
         experimental_fetch_to_device: whether elements are copied to the replicas' devices; False
             leaves them in host memory.
         experimental_replication_mode: PER_REPLICA calls the function of
             `distribute_datasets_from_function` for each replica, with its number as the
             `input_pipeline_id`.
-        experimental_place_dataset_on_device: whether elements are copied to the devices although
+        experimental_place_dataset_on_device: whether elements are copied to the devices even if
             `experimental_fetch_to_device` is False. Datasets always compute in host memory.
         experimental_per_replica_buffer_size: another name of `prefetch`.
 
@@ -115,7 +116,7 @@ class InputOptions:
 
 @dataclass(frozen=True)
 class InputContext:
-    """The part of the input that a dataset function is to produce.
+    """The part of the input that a dataset function must produce.
 
     Args:
         num_input_pipelines: the number of input pipelines, one for each worker.
@@ -171,8 +172,9 @@ class Topology:
         devices: the devices of this worker's replicas.
         replica_counts: the number of replicas of each worker.
         worker_index: the index of this worker.
-        workers: the process group of the workers. An iteration begins with a collective in it, and
-            so does each step with FILE and OFF. None if there is one worker or no such group.
+        workers: the process group of the workers; None if there is one worker or no process group.
+            An iteration begins with a collective of this group, and so does each step with FILE and
+            OFF.
 
     Raises:
         ValueError: the replica counts, the worker index and the devices are inconsistent.

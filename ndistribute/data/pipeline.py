@@ -1,8 +1,8 @@
 """The pipeline of a dataset: a graph of nodes, and the state of one epoch over it.
 
 A node describes how to produce elements; the state of an iteration is in its `Epoch`. Every node
-can start at any element. `skip` uses this, and so does the resumption of an interrupted epoch: the
-seeds of its shuffles and a position are all that has to be saved.
+can start at any element. `skip` uses this. So does a resumed epoch: it needs only the seeds of its
+shuffles and a position.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Singly: TypeAlias = "Callable[[Epoch, int], Iterator[Element]]"
 INFINITE_CARDINALITY = -1
 UNKNOWN_CARDINALITY = -2
 
-ENDLESS = "repeat()"  # The name of the node of endless repetitions.
+ENDLESS = "repeat()"  # The name of the node that repeats its input endlessly.
 
 
 class ShuffleSeed(NamedTuple):
-    """The seed of the order of a shuffle in one epoch."""
+    """The seed that determines the order of a shuffle in one epoch."""
 
     entropy: int
     iteration: int
@@ -45,7 +45,7 @@ class SeedCounter:
     """A generator of the seeds of a shuffle, one for each epoch.
 
     Args:
-        entropy: determines all seeds.
+        entropy: the number that determines all seeds.
         iteration: the number of the next epoch.
         chosen: whether the user chose the seed.
     """
@@ -56,35 +56,35 @@ class SeedCounter:
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[SeedCounter], tuple[int, int, bool]]:
-        """Return what `pickle` needs; the lock cannot be sent."""
+        """Return what `pickle` needs, without the lock, which cannot be pickled."""
         return SeedCounter, (*self._next, self._chosen)
 
     def under(self, seed: ShuffleSeed, place: int) -> ShuffleSeed:
-        """Return the seed in a dataset that a function returns, a function of the outer `seed`."""
+        """Return the seed in a dataset that a function returns, derived from the outer `seed`."""
         if self._chosen:
             return self._next._replace(iteration=0)
         return ShuffleSeed(_folded(seed.entropy, place), 0)
 
     def draw(self, least: int = 0) -> ShuffleSeed:
-        """Return the seed of the next epoch, or of a later one if that is epoch `least`."""
+        """Return the seed of the next epoch, or of epoch `least` if that is later."""
         with self._lock:
             drawn = self._next._replace(iteration=max(least, self._next.iteration))
             self._next = drawn._replace(iteration=drawn.iteration + 1)
             return drawn
 
     def fold(self, number: int) -> None:
-        """Draw from now on the seeds that belong to a number; 0 changes nothing."""
+        """From now on draw the seeds that belong to a number; 0 changes nothing."""
         if number:
             self._next = self._next._replace(entropy=_folded(self._next.entropy, number))
 
     def resume(self, seed: ShuffleSeed) -> None:
-        """Continue after this seed, as if it had been the last."""
+        """Continue after this seed, as if it had been drawn last."""
         with self._lock:
             self._next = seed._replace(iteration=seed.iteration + 1)
 
 
 def _folded(entropy: int, number: int) -> int:
-    """Return other entropy, which belongs to a number."""
+    """Return the entropy that belongs to a number."""
     sequence = np.random.SeedSequence(entropy, spawn_key=(number,))
     return int(sequence.generate_state(1, np.uint64)[0])
 
@@ -93,16 +93,18 @@ def _folded(entropy: int, number: int) -> int:
 class Epoch:
     """One iteration over a pipeline."""
 
-    seeds: Mapping[SeedCounter, ShuffleSeed]  # Of each shuffle of the pipeline.
+    seeds: Mapping[SeedCounter, ShuffleSeed]  # The seed of each shuffle of the pipeline.
     path: tuple[int, ...] = ()  # The current repetitions, of the outermost `repeat` first.
-    shard: tuple[int, int] = (0, 1)  # Which shard of the files is read, of how many.
-    threads: Threads = field(default_factory=Threads)  # Those to stop at the end.
+    # The index of the shard of the files that is read, and the number of shards.
+    shard: tuple[int, int] = (0, 1)
+    threads: Threads = field(default_factory=Threads)  # The threads to stop at the end.
     loaded: int = 0  # The number of batches before the state that a loader has loaded.
-    failed: threading.Event = field(default_factory=threading.Event)  # An error has ended it.
+    # Set once an error has ended the epoch.
+    failed: threading.Event = field(default_factory=threading.Event)
 
     @classmethod
     def begin(cls, node: Node, least: int = 0) -> Epoch:
-        """Return the next epoch over a pipeline, or a later one if that is epoch `least`."""
+        """Return the next epoch over a pipeline, or epoch `least` if that is later."""
         return cls({counter: counter.draw(least) for counter in seeds_of(node)})
 
     @classmethod
@@ -114,7 +116,7 @@ class Epoch:
         return cls(known)
 
     def give_back(self) -> None:
-        """Let the next epoch have the seeds of this one, which did not begin."""
+        """Let the next epoch use the seeds of this one, which did not begin."""
         for counter, seed in self.seeds.items():
             counter.resume(seed._replace(iteration=seed.iteration - 1))
 
@@ -136,7 +138,7 @@ class Epoch:
         )
 
     def watching(self, source: Iterator[T]) -> Iterator[T]:
-        """Yield what a source gives, and note an error, after which it gives no more."""
+        """Yield the elements of a source, and note an error, after which there are none."""
         try:
             yield from source
         except (Exception, KeyboardInterrupt):
@@ -144,7 +146,7 @@ class Epoch:
             raise
 
     def ahead(self) -> Epoch:
-        """Return this epoch for a thread that reads ahead: the consumer may not get its errors."""
+        """Return this epoch for a thread that reads ahead; the consumer may not get its errors."""
         return replace(self, failed=threading.Event())
 
     def frozen(self) -> Epoch:
@@ -154,7 +156,7 @@ class Epoch:
 
 
 class LeafSpec:
-    """The dtype and the shape of a leaf; a None as length or as shape means that it varies."""
+    """The dtype and the shape of a leaf; None means that the shape or a length varies."""
 
     def __init__(self, dtype: Any, shape: Iterable[int | None] | None) -> None:
         self.dtype = dtype
@@ -186,7 +188,7 @@ class ElementSpec:
 
     cardinality: int = UNKNOWN_CARDINALITY
     batched: bool | None = None  # Whether the elements are batches.
-    batch_size: int | None = None  # The number of elements of each batch except short ones.
+    batch_size: int | None = None  # The number of elements of each batch, except short batches.
     like: Any = None  # A nest of `LeafSpec`.
 
     def __str__(self) -> str:
@@ -201,18 +203,18 @@ class ElementSpec:
 class Node:
     """A node of a pipeline, and its inputs."""
 
-    name: str  # The call that created it.
-    chunks: Chunks  # Yields the elements from a number on.
-    singly: Singly | None = None  # Yields them singly, without a frame of Python for each.
+    name: str  # The call that created the node.
+    chunks: Chunks  # Yields chunks of the elements, starting at a number.
+    singly: Singly | None = None  # Yields single elements, faster: without a Python frame for each.
     inputs: tuple[Node, ...] = ()
     spec: ElementSpec = ElementSpec()
-    seeds: SeedCounter | None = None  # Of a shuffle.
-    options: InputOptions | None = None  # Of `with_options`.
-    arrays: tuple[Any, ...] = ()  # Of a source of arrays.
+    seeds: SeedCounter | None = None  # The seeds of a shuffle.
+    options: InputOptions | None = None  # The options of `with_options`.
+    arrays: tuple[Any, ...] = ()  # The arrays of a source.
     files: tuple[str, ...] | None = None  # The paths of a source that reads files.
-    loader: Any = None  # The object of the user that a source iterates over.
+    loader: Any = None  # The user's object that a source iterates over.
     tensors: list[bool] | None = None  # Which leaves of its last batch were tensors, if any may be.
-    runs_user_code: bool = False  # Or reads files, to produce an element.
+    runs_user_code: bool = False  # Whether it runs user code or reads files to produce an element.
     # Selects elements by their number, so the parts of its input cannot be read independently.
     positional: bool = False
 
@@ -222,7 +224,7 @@ class Node:
         return any(step.runs_user_code for step in upstream(self))
 
     def like(self, change: Callable[[LeafSpec], Any]) -> Any:
-        """Return the spec of the elements with changed leaves; None if it is unknown."""
+        """Return the spec of the elements with changed leaves; None if the spec is unknown."""
         return None if self.spec.like is None else tree.map_leaves(change, self.spec.like)
 
     @functools.cached_property
@@ -233,7 +235,7 @@ class Node:
 
     @functools.cached_property
     def element_like(self) -> Any:
-        """The nest of `LeafSpec` of the elements; if unknown, that of a first element."""
+        """The nest of `LeafSpec` of the elements; if unknown, a first element determines it."""
         if self.spec.like is not None:
             return self.spec.like
         if any(step.loader is not None for step in upstream(self)):
@@ -265,7 +267,7 @@ class Node:
 
 
 class Pipeline:
-    """What has the node of a dataset; the base of the classes of methods that add a node to it."""
+    """An object with the node of a dataset; the base of the classes whose methods add a node."""
 
     __slots__ = ("__weakref__", "_node")
 
@@ -273,14 +275,14 @@ class Pipeline:
         self._node = node
 
     def _then(self, name: str, chunks: Chunks, **new: Any) -> Self:
-        """Return a dataset with another node, of the same spec unless `new` has another."""
+        """Return a dataset with another node, with the same spec unless `new` has another."""
         tensors = None if "spec" in new else self._node.tensors
         facts = {"inputs": (self._node,), "spec": self._node.spec, "tensors": tensors, **new}
         return type(self)(Node(name=name, chunks=chunks, **facts))
 
     @staticmethod
     def _function(fn: Any, what: str) -> Callable[..., Any]:
-        """Return a function of the user for elements, after checking that it is one."""
+        """Return a user's function of elements, after checking that it is callable."""
         if not callable(fn):
             raise TypeError(f"{what} must be a function, got {fn!r}.")
         return fn  # type: ignore[no-any-return]
@@ -291,9 +293,9 @@ class Pipeline:
 
 
 def named(cls: type[T]) -> type[T]:
-    """Let the methods of a class take the keyword `name` of TensorFlow, which changes nothing."""
+    """Let the methods of a class accept TensorFlow's keyword `name`, which has no effect."""
     for name, method in list(vars(cls).items()):
-        function = getattr(method, "__func__", method)  # Of a class method.
+        function = getattr(method, "__func__", method)  # For a class method.
         if callable(function) and not name.startswith("_"):
             taking: Any = accepting("name")(function)
             setattr(cls, name, taking if function is method else classmethod(taking))
@@ -301,12 +303,12 @@ def named(cls: type[T]) -> type[T]:
 
 
 def from_first(values: Callable[[Epoch], Iterator[Element]]) -> Chunks:
-    """Return the `chunks` of a node whose elements are always produced from the first on."""
+    """Return the `chunks` of a node that always produces its elements from the first one on."""
     return lambda epoch, start: drop(zip(values(epoch)), start)
 
 
 def ended_with_error() -> RuntimeError:
-    """Return what to raise instead of the end of an iteration that an error has ended before."""
+    """Return the error to raise when an iteration is continued that an error has ended."""
     return RuntimeError(
         "the iteration has ended with an error, and what comes after it was not read: iterate "
         "anew, or load the state of this iterator into a new one."
@@ -314,7 +316,7 @@ def ended_with_error() -> RuntimeError:
 
 
 def run(node: Node, epoch: Epoch, start: int = 0) -> Iterator[Element]:
-    """Return the elements of one epoch, at whose end its threads stop."""
+    """Return the elements of one epoch; its threads stop at the end."""
 
     def parts() -> Iterator[Iterator[Element]]:
         yield node.iterate(epoch, start)
@@ -336,10 +338,10 @@ def upstream(node: Node) -> list[Node]:
 def exact_length(node: Node) -> int:
     """Return the number of elements in an epoch, or that it is unknown.
 
-    An endless repetition may be of nothing, and a worker may read a part of the files.
+    An endless repetition may repeat nothing, and a worker may read only a part of the files.
     """
     for step in upstream(node):
-        if step.files is not None:  # A worker may read a part of them.
+        if step.files is not None:  # A worker may read only a part of the files.
             return UNKNOWN_CARDINALITY
         if step.name == ENDLESS and step.inputs[0].spec.cardinality == UNKNOWN_CARDINALITY:
             return UNKNOWN_CARDINALITY
@@ -371,7 +373,7 @@ def check_resumable(nodes: Iterable[Node], loader: Any, what: str) -> None:
 
 
 def facts(node: Node) -> dict[str, Any]:
-    """Return what is equal for pipelines of the same elements, with a checksum of each array."""
+    """Return facts that are equal for pipelines of the same elements, with checksums of arrays."""
     sources = [step for step in upstream(node) if not step.inputs]
     lengths = [step.spec.cardinality for step in sources]
     arrays = [f"{array} of {step.name}" for step in sources for array in step.contents]

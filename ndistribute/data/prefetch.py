@@ -1,9 +1,9 @@
 """Prefetching: background threads that take elements from a source and map them.
 
-The threads refer to the source and to a bounded buffer, but not to the consumer's iterator. So an
-abandoned iterator is garbage-collected, which stops its threads. Elements keep their order, and an
-error is raised at the element that caused it. Both sides can close the buffer, and no thread
-outlives the interpreter.
+The threads refer to the source and to a bounded buffer, but not to the consumer's iterator. So if
+the consumer drops the iterator, it is garbage-collected, which stops its threads. Elements keep
+their order, and an error is raised at the element that caused it. The threads and the consumer can
+both close the buffer, and no thread outlives the interpreter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-# Notifications end a wait; this only bounds the delay until a dead thread is noticed.
+# Notifications end a wait; this timeout only bounds the delay until a dead thread is noticed.
 _CHECK_SECONDS = 1.0
 
 # The time for which the exit of the interpreter waits for a thread to finish its element.
@@ -43,7 +43,7 @@ class Threads:
             buffer.close()
 
     def close(self, wait: bool = False) -> None:
-        """Stop all threads, without waiting for them; or `wait` until none takes an element."""
+        """Stop all threads without waiting for them; or `wait` until no thread reads an element."""
         self._closed = True
         for each in self._buffers.copy():
             if (buffer := each()) is not None:
@@ -54,10 +54,12 @@ class Ahead(Iterator[T], Generic[T]):
     """An iterator over a source whose elements background threads prepare, in order.
 
     Args:
-        source: from now on only the threads use it, one at a time; they close it at the end.
+        source: an iterator. From now on only the threads use it, one thread at a time, and they
+            close it at the end.
         depth: the maximum number of prepared elements.
-        epoch: its `close` stops the threads.
-        fn: applied to each element, by several threads at once; None leaves elements unchanged.
+        epoch: the threads' epoch, whose `close` stops them.
+        fn: a function that several threads at once apply to elements; None leaves elements
+            unchanged.
         threads: the number of threads.
 
     >>> list(Ahead(iter([-1, -2, -3]), depth=2, fn=abs, threads=2))
@@ -101,13 +103,13 @@ class Ahead(Iterator[T], Generic[T]):
 
 
 class _Buffer:
-    """What an iterator and its threads share: the source, and the numbered outcomes of elements."""
+    """The source and the numbered outcomes of elements, which an iterator and its threads share."""
 
     def __init__(self, source: Iterator[Any], depth: int, fn: Callable[[Any], Any] | None) -> None:
         self._source: Iterator[Any] | None = source
         self._depth = depth
         self._fn = fn
-        self._turn = threading.Lock()  # Of the thread that takes an element from the source.
+        self._turn = threading.Lock()  # Held by the thread that reads an element from the source.
         self._taken = 0
         self._exhausted = False
         # Two conditions on one lock, so that a put wakes only the consumer. The lock is re-entrant,
@@ -152,7 +154,7 @@ class _Buffer:
             return None, StopIteration()
 
     def close(self, wait: bool = False) -> None:
-        """Wake both sides, and end the iteration; or `wait` until nothing reads the source."""
+        """End the iteration and wake both sides; or `wait` until no thread reads the source."""
         with self._room:
             self._over = True
             self._made.clear()
@@ -163,7 +165,7 @@ class _Buffer:
             self._turn.release()
 
     def _take(self) -> tuple[int, Any, BaseException | None] | None:
-        """Return the number and the next element or the final exception; None after the end."""
+        """Return a number with the next element or the final exception; None after the end."""
         with self._turn:
             if self._source is None or self._exhausted or self._over:
                 return None
@@ -191,7 +193,8 @@ def _end(buffer: _Buffer, threads: list[threading.Thread]) -> None:
     """Stop threads when their iterator is garbage-collected, or at the interpreter's exit."""
     buffer.close()
     if not threading.main_thread().is_alive():
-        # The exit freezes daemons with the locks that they hold, so wait for them before.
+        # At the exit, the interpreter freezes daemon threads with the locks that they hold, so wait
+        # for them first.
         deadline = time.monotonic() + _EXIT_SECONDS
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,6 +1,6 @@
-"""The order of a shuffle: which element of a buffer comes next, as a function of seeds alone.
+"""The order of a shuffle: seeds alone determine which element of a buffer comes next.
 
-Over rows of arrays only indices are exchanged, many at a time.
+For rows of arrays, a shuffle exchanges only indices, many at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DRAWN = 8192
 
 
 def seeded(what: str, seed: int | None) -> SeedCounter:
-    """Return the seeds of a random node; without a seed, the next one from that of `set_seed`."""
+    """Return the seeds of a random node; without a seed, the next one derived from `set_seed`."""
     if seed is not None:
         return SeedCounter(integer(seed, f"{what}: seed") & (1 << 64) - 1, chosen=True)
     # A grandchild, because replicas derive their generators from children of the same seed.
@@ -65,7 +65,7 @@ def through_buffer(
 
 
 def _joined_like(buffer: Rows, chunks: Iterator[Chunk], size: int) -> Iterator[Chunk]:
-    """Join successive rows to `size` or more, because each exchange copies the whole buffer."""
+    """Join successive rows to at least `size`, because each exchange copies the whole buffer."""
     held: list[Chunk] = []
     rows = 0
     for chunk in chunks:
@@ -82,7 +82,7 @@ def _joined_like(buffer: Rows, chunks: Iterator[Chunk], size: int) -> Iterator[C
 
 
 def _exchanged(buffer: Chunk, entering: Chunk, rng: np.random.Generator) -> tuple[Chunk, Chunk]:
-    """Return the rows that a buffer yields while others enter it, and the buffer afterwards.
+    """Return the rows that a buffer yields while other rows enter it, and the buffer afterwards.
 
     A draw yields the row that entered at the previous draw of the same slot, so sorting the draws
     by slot replaces a loop.

@@ -1,7 +1,7 @@
 """Sources of elements: arrays, numbers, a user's function, files, or a loader of batches.
 
-Sources neither copy arrays nor write to them. Elements are read-only views, so that a step which
-works in place fails at once instead of changing the next epoch. Files are read one after another.
+Sources neither copy arrays nor write to them. Elements are read-only views, so that a step that
+writes to them fails at once instead of changing the next epoch. Files are read one after another.
 Patterns of paths are expanded when the dataset is created, in an order that is the same on all
 workers, so that the workers can divide the files.
 """
@@ -78,7 +78,7 @@ def _of_rows(name: str, rows: Rows, like: Any) -> Node:
 def generated(
     make: Callable[..., Iterable[Any]], signature: Any = None, args: tuple[Any, ...] = ()
 ) -> Node:
-    """Return a node of what a user's function yields; each epoch calls the function again."""
+    """Return a node of the elements that a user's function yields; each epoch calls it again."""
     if not callable(make):
         raise ValueError(
             f"from_generator needs a function that returns an iterable, got {make!r}. Pass the "
@@ -95,7 +95,7 @@ def generated(
 
 
 def iterable(batches: Any) -> Node:
-    """Return a node of the batches of a re-iterable, such as a list or a library's loader."""
+    """Return a node of the batches of a collection, such as a list or another library's loader."""
     write = "Dataset.from_tensor_slices({}).batch(global_batch_size)"
     together = f"For arrays whose rows belong together write {write.format('(x, y)')}"
     by_column = write.format(elements.COLUMNS_OF_FRAME)
@@ -119,7 +119,8 @@ def iterable(batches: Any) -> Node:
         return zip(map(element, islice(loader, start - epoch.loaded, None)))
 
     def element(batch: Any) -> Element:
-        if from_torch and type(batch) is list:  # Its default collate makes no tuples.
+        # PyTorch's default collate returns lists instead of tuples.
+        if from_torch and type(batch) is list:
             batch = tuple(batch)
         made = as_element(batch, lists_nest=True)
         tensors[:] = map(is_tensor, tree.flatten_up_to(made, batch))
@@ -149,7 +150,8 @@ def has_state(loader: Any) -> bool:
 
 def matching(paths: Any, what: str = "from_files") -> tuple[str, ...]:
     """Return the paths of files, in the order of the patterns and sorted for each."""
-    paths = paths.tolist() if hasattr(paths, "tolist") else paths  # Of a tensor or an array.
+    # An item of a tensor or an array.
+    paths = paths.tolist() if hasattr(paths, "tolist") else paths
     several = [paths] if isinstance(paths, str | os.PathLike) else paths
     try:
         names = tuple(path for item in several for path in _matches(os.fspath(item), what))
@@ -196,7 +198,7 @@ def _like(columns: Element, axis: int) -> Any:
 
 
 def typed(types: Any, shapes: Any) -> Any:
-    """Return the signature of elements of a nest of dtypes and, if given, one of shapes."""
+    """Return the signature of elements with a nest of dtypes and, if it is not None, of shapes."""
     if shapes is None:
         return types
     pairs = zip(tree.flatten(types), tree.flatten_up_to(types, shapes), strict=True)
@@ -211,10 +213,10 @@ def _spec_of(leaf: Any) -> LeafSpec:
 
 
 def _conform(value: Any, specs: Any) -> Element:
-    """Return the element for a value, cast to the dtypes of a signature, which gives its nest."""
+    """Return the element for a value: with the structure of a signature, and cast to its dtypes."""
     try:
         parts = tree.flatten_up_to(specs, value)
-        # A tuple in the place of a leaf is the rows of an array.
+        # A tuple at the place of a leaf has the rows of an array.
         arrays = (np.array(part) if isinstance(part, tuple) else part for part in parts)
         leaves = list(map(elements.copied, arrays))
     except ValueError:
@@ -294,7 +296,7 @@ def _read_npz(path: str) -> dict[str, npt.NDArray[Any]]:
 
 
 def _read_csv(path: str) -> npt.NDArray[np.float64]:
-    """Return the numbers of a CSV file; a first line without any number is a header."""
+    """Return the numbers of a CSV file; a first line without numbers is a header."""
     with open(path, encoding="utf-8-sig") as file:
         lines = list(enumerate(file, 1))
     if header := not any(map(_is_number, lines[0][1].split(",") if lines else ())):
@@ -309,7 +311,7 @@ def _read_csv(path: str) -> npt.NDArray[np.float64]:
 
 
 def _check_header(path: str, line: str) -> None:
-    """Raise an error if the first line is a row of missing values, or not split by commas."""
+    """Raise an error if the first line has only missing values, or is not separated by commas."""
     cells = [cell.strip(" \t\"'").lower() for cell in line.split(",")]
     other = "," not in line and any(separator in line for separator in ";\t")
     if other or (line and _MISSING_VALUES.issuperset(cells)):
@@ -318,7 +320,7 @@ def _check_header(path: str, line: str) -> None:
 
 
 def _fault_of_csv(path: str, lines: Iterable[tuple[int, str]]) -> str | None:
-    """Return a message about the first line that is not a row of numbers; None without one."""
+    """Return a message about the first line that is not a row of numbers; None if there is none."""
     width = 0
     for number, line in lines:
         cells = line.partition("#")[0].split(",")

@@ -1,8 +1,9 @@
 """Steps: the parts of a batch for all replicas of a worker.
 
-Either a worker takes its slices of every global batch, or it reads shards of its own and assigns
-pieces of their batches to its replicas. Numbers alone determine the rows of each replica. Each
-step contains the positions after it, so prefetched steps do not affect the state of the consumer.
+Either a worker takes its slices of every global batch, or it reads its own shards and assigns
+pieces of their batches to its replicas. Numbers alone (lengths, counts and indices) determine the
+rows of each replica. Each step contains the positions after it, so prefetched steps do not affect
+the state of the consumer.
 """
 
 from __future__ import annotations
@@ -40,22 +41,23 @@ class Position(NamedTuple):
     """The consumed part of a shard."""
 
     batches: int = 0
-    rows: int = 0  # The consumed rows of the next batch.
-    left: int = 0  # The number of pieces for the other rows of that batch.
-    of: int = 0  # The number of pieces of that whole batch.
+    rows: int = 0  # The number of consumed rows of the next batch.
+    left: int = 0  # The number of pieces into which the other rows of that batch are cut.
+    of: int = 0  # The number of pieces into which that whole batch was to be cut.
 
 
 class Reading(NamedTuple):
-    """What a worker reads of a shard: a pipeline, from a position in an epoch on."""
+    """The part of a shard that a worker reads: a pipeline, from a position in an epoch on."""
 
     node: Node
     epoch: Epoch
     position: Position
-    until: Position | None = None  # The position after a first step that is made again.
-    source: Iterator[Element] | None = None  # The batches from the position on, if it is open.
+    until: Position | None = None  # The position after the first step, if that step is made again.
+    # The batches from the position on, if the shard is open.
+    source: Iterator[Element] | None = None
 
     def batches(self) -> Iterator[Element]:
-        """Return the batches from that of the position on."""
+        """Return the batches, starting with that at the position."""
         if self.source is None:
             return self.node.iterate(self.epoch, self.position.batches)
         return self.source
@@ -70,9 +72,9 @@ class PipelineStep(NamedTuple):
 
     value: Any
     reached: Mapping[int, Position]
-    rows: int = 0  # The rows of the global batch with DATA.
-    first: dict[str, Any] | None = None  # What workers compare of the first global batch.
-    loader_state: Any = None  # After this step, of a loader that is read ahead.
+    rows: int = 0  # The number of rows of the global batch, with DATA.
+    first: dict[str, Any] | None = None  # What the workers compare of the first global batch.
+    loader_state: Any = None  # The loader's state after this step, if a thread reads ahead.
 
 
 # Each worker has its own stream, which another worker may finish.
@@ -85,10 +87,12 @@ class Progress:
 
     sharding: Sharding
     files: int  # The number of files that the pipeline reads.
-    replica_counts: tuple[int, ...]  # Of the workers among whom the epoch was divided.
+    # The replica counts of the workers among which the epoch was divided.
+    replica_counts: tuple[int, ...]
     seeds: list[list[ShuffleSeed]]
     positions: list[Position]
-    until: list[Position] | None = None  # After the next step, if that is made again.
+    # The positions after the next step, if that step is made again.
+    until: list[Position] | None = None
 
     def shards_of(self, topology: Topology) -> Sequence[int]:
         """Return the shards that this worker reads, in order."""
@@ -114,9 +118,10 @@ class Progress:
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> Progress:
-        """Return the progress in a state of `state_dict`."""
+        """Return the progress in a state that `state_dict` returned."""
         needed = {"sharding", "files", "shards"}
-        if state.get("sharding") == Sharding.FUNCTION.value:  # Earlier states have no counts.
+        # States of earlier versions have no counts.
+        if state.get("sharding") == Sharding.FUNCTION.value:
             needed.add("replica_counts")
         if not needed <= state.keys():
             raise ValueError(
@@ -132,7 +137,7 @@ class Progress:
         return cls(kind, files, counts, seeds, positions, until)
 
     def check_fits(self, sharding: Sharding, nodes: Mapping[int, Node]) -> None:
-        """Raise a ValueError if this is not the progress of an input.
+        """Raise a ValueError if this progress belongs to another input.
 
         Args:
             sharding: how workers share the input.
@@ -169,7 +174,7 @@ def steps_of(
     Args:
         topology: the replicas of all workers.
         sharding: how the workers share the input.
-        readings: what this worker reads.
+        readings: the parts of shards that this worker reads.
         scale: the part of a global batch that all workers together take at a step.
     """
     if sharding is Sharding.DATA:
@@ -179,7 +184,7 @@ def steps_of(
 
 
 def _again(reading: Reading) -> tuple[list[Element], Reading]:
-    """Return the rows of a step that is made again, in parts, and what is left to read."""
+    """Return the rows of a step that is made again, in parts, and the remaining input."""
     (done, used), until = reading.position[:2], reading.until or reading.position
     parts: list[Element] = []
     if until == reading.position:
@@ -212,10 +217,11 @@ def _cut(topology: Topology, readings: Readings, scale: Fraction) -> Iterator[Pi
 
 
 def _taken_from(reading: Reading, scale: Fraction) -> Iterator[tuple[Position, Element]]:
-    """Yield what steps take of a stream of global batches, each after the position behind it.
+    """Yield, for each step, the position after it and the rows that it takes of global batches.
 
-    They are whole batches, after the rest of a batch that was begun. If `scale` is not 1, they have
-    that part of the rows of a batch, also of two batches, if these can be joined.
+    A step takes a whole batch, but the first step takes the rest of a batch that was begun. If
+    `scale` is not 1, a step takes that part of a batch's rows. These rows may come from two
+    batches, if the two can be joined.
     """
     if reading.until is not None:
         parts, reading = _again(reading)
@@ -273,7 +279,7 @@ def _joined(parts: Sequence[Element]) -> Element:
 
 
 def _note_of(leaves: Sequence[Any], *, digest: bool) -> dict[str, Any]:
-    """Return what identifies a batch: its dtypes and shapes, and a digest of its values."""
+    """Return a note that identifies a batch: its dtypes and shapes, and a digest of its values."""
     shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
     telling = _telling_order([to_host(leaf) for leaf in leaves]) if digest else ()
     return {"first batch": shapes, "digest of the first batch": list(map(checksum, telling))}
@@ -282,8 +288,8 @@ def _note_of(leaves: Sequence[Any], *, digest: bool) -> dict[str, Any]:
 def _telling_order(arrays: Sequence[Any]) -> Sequence[Any]:
     """Return the arrays of a batch whose values identify its rows and their order.
 
-    If there are labels, these are enough: the other arrays may be augmented at random. Objects
-    other than text and numbers are left out, because their ``repr`` may contain an address.
+    If there are labels, only these count, because the other arrays may be augmented at random.
+    Objects other than text and numbers are left out, because their ``repr`` may contain an address.
     """
     plain = [
         array
@@ -300,8 +306,8 @@ def _deal(
 ) -> Iterator[PipelineStep]:
     """Yield steps in which each replica gets the next piece of this worker's shards.
 
-    A first step that is made again has the rows that it had of these shards; without rows, it has
-    no value.
+    If the first step is made again, it has the same rows of these shards as before; without rows,
+    it has no value.
     """
     if any(reading.until for reading in readings.values()):
         again = {shard: _again(reading) for shard, reading in readings.items()}
@@ -318,7 +324,7 @@ def _deal(
 
 
 def _placed(pieces: list[Element], devices: Sequence[Device]) -> Any:
-    """Return a nest of `PerReplica` of pieces, and of empty ones for the other devices."""
+    """Return a nest of `PerReplica` of pieces; devices without a piece get an empty one."""
     if missing := len(devices) - len(pieces):
         leaves = tree.flatten(pieces[0])
         leading_length(leaves, "distribute_datasets_from_function", COMPLETE_IT)
@@ -330,10 +336,10 @@ def _placed(pieces: list[Element], devices: Sequence[Device]) -> Any:
 def _dealt(
     readings: Readings, count: int, of_usual_size: bool
 ) -> Iterator[tuple[int, Position, Element]]:
-    """Yield the shard, the position afterwards and the rows of each piece of this worker's batches.
+    """Yield the shard, the position after it and the rows of each piece of this worker's batches.
 
-    A batch is cut into `count` pieces: one for each replica of all workers. If they are
-    `of_usual_size`, a short batch is cut into fewer pieces, so that it takes fewer steps.
+    A batch is cut into `count` pieces: one for each replica of all workers. With `of_usual_size`, a
+    short batch is cut into fewer pieces of the usual size, so that it takes fewer steps.
     """
     for shard, reading in readings.items():
         done, full = reading.position, reading.node.spec.batch_size if of_usual_size else None
@@ -346,7 +352,7 @@ def _dealt(
 def _pieces(
     batch: Element, done: Position, count: int, full: int | None
 ) -> Iterator[tuple[Position, Element]]:
-    """Yield the remaining pieces of a batch, each after the position that follows it.
+    """Yield, for each remaining piece of a batch, the position after it and its rows.
 
     If the number of replicas has changed since the first piece, the rest is cut into pieces of
     about the same size.
@@ -367,7 +373,7 @@ def _pieces(
 
 @functools.lru_cache(maxsize=256)
 def balanced_slices(length: int, parts: int) -> tuple[slice, ...]:
-    """Return contiguous slices of ``length`` rows, the first ``length % parts`` one row longer.
+    """Return contiguous slices of ``length`` rows; the first ``length % parts`` have one row more.
 
     >>> [piece.stop - piece.start for piece in balanced_slices(4, 3)]
     [2, 1, 1]
@@ -382,8 +388,8 @@ def replica_slices(
 ) -> tuple[slice, ...]:
     """Return the slices of a global batch for the replicas of one worker.
 
-    The cut depends on the replicas of all workers together, so the result of a step does not
-    depend on the division of the replicas among processes.
+    The slices depend only on the replicas of all workers together, so the result of a step does not
+    depend on how the replicas are divided among processes.
 
     >>> replica_slices(5, replica_counts=(1, 3), worker_index=1)
     (slice(2, 3, None), slice(3, 4, None), slice(4, 5, None))

@@ -1,6 +1,6 @@
 """Sources of text: the lines of files, and the columns of CSV files with their types.
 
-A file of columns is read whole, so that its rows are batched by index like those of other arrays.
+A CSV file is read whole, so that its rows are batched by index like those of other arrays.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def text_lines(
     *,
     kind: type[Dataset] = Dataset,
 ) -> Dataset:
-    """Return a dataset of the lines of text files, without their ends, one file after another.
+    """Return a dataset of the lines of text files without line ends, one file after another.
 
     Args:
         filenames: one or several paths, or a dataset of paths.
         compression_type: ``"GZIP"`` or None.
         buffer_size: of each file, in bytes; Python chooses it, so it changes nothing.
-        num_parallel_reads: the number of files whose lines alternate, read by a thread each.
+        num_parallel_reads: the number of files whose lines alternate; a thread reads each of them.
         kind: the class of the dataset.
 
     >>> [str(line) for line in text_lines("tests/data/cars.csv")]
@@ -88,13 +88,13 @@ def make_csv_dataset(
         file_pattern: one or several paths or patterns.
         batch_size: the number of rows of a batch.
         column_names: the names of all columns; None takes them from the first line.
-        column_defaults: for each column that is read, a dtype if no cell may be empty, else the
-            value of empty cells. None infers the dtypes; an empty cell is then 0 or empty text.
-        label_name: the column that is returned beside the dict instead of in it.
+        column_defaults: for each column that is read, a dtype if no cell may be empty, or the value
+            of empty cells. None infers the dtypes; an empty cell is then 0 or empty text.
+        label_name: the column of labels, which is returned after the dict instead of in it.
         select_columns: the names or numbers of the columns to read; None reads all.
         field_delim: between cells.
         use_quote_delim: whether a cell in double quotes may contain the delimiter.
-        na_value: the text of an empty cell, besides no text.
+        na_value: a text that also marks an empty cell.
         header: whether the first line of each file has the names.
         num_epochs: how often the rows are repeated; None repeats them forever, and drops a last
             batch that is not full.
@@ -104,11 +104,12 @@ def make_csv_dataset(
         prefetch_buffer_size: see `Dataset.prefetch`; None means `AUTOTUNE`.
         num_parallel_reads: changes nothing: files are read whole, one after another.
         sloppy: changes nothing: the order is always the same.
-        num_rows_for_inference: the number of rows that the dtypes are inferred from; None, all.
+        num_rows_for_inference: the number of rows from which the dtypes are inferred; None means
+            all.
         compression_type: ``"GZIP"`` or None.
         ignore_errors: whether to leave out rows with too many or too few cells, or with cells that
             do not fit their column, instead of raising an error.
-        encoding: of the text.
+        encoding: the encoding of the text.
         kind: the class of the dataset.
 
     Raises:
@@ -202,11 +203,11 @@ class CsvReader:
     quoting: Any
     delimiter: str
     header: bool
-    missing: str  # The text of an empty cell, besides no text.
-    names: Sequence[str] = ()  # Of all columns.
-    places: Sequence[int] = ()  # Of the columns that are read.
+    missing: str  # A text that also marks an empty cell.
+    names: Sequence[str] = ()  # The names of all columns.
+    places: Sequence[int] = ()  # The indices of the columns that are read.
     label: str | None = None
-    defaults: Sequence[Any] = ()  # Of the columns that are read.
+    defaults: Sequence[Any] = ()  # The defaults of these columns.
     ignores: bool = False  # Whether rows that do not fit are left out.
 
     def __call__(self, path: str) -> Any:
@@ -216,7 +217,7 @@ class CsvReader:
         return columns if self.label is None else (columns, columns.pop(self.label))
 
     def filling(self, defaults: Sequence[Any], what: str) -> CsvReader:
-        """Return this reader with defaults for empty cells, after checking their number."""
+        """Return this reader with defaults for empty cells, after checking how many there are."""
         if len(defaults) != len(self.places):
             raise ValueError(
                 f"{what} has {len(defaults)} values for {len(self.places)} columns that are read."
@@ -236,7 +237,7 @@ class CsvReader:
             return False
 
     def inferred(self, paths: Sequence[str], count: int | None) -> list[Any]:
-        """Return a default for each column that is read, of the type that some rows fit."""
+        """Return a default for each column that is read, of the type that fits some first rows."""
         table = list[list[str]]()
         for path in paths:
             with self.rows_of(path) as (_, rows):
@@ -245,7 +246,7 @@ class CsvReader:
 
     @contextlib.contextmanager
     def rows_of(self, path: str) -> Iterator[tuple[list[str] | None, Iterator[list[str]]]]:
-        """Give the names in the first line of a file, if it has them, and its other rows."""
+        """Return the names in the first line of a file, if it has names, and the other rows."""
         with self.open_text(path) as lines:
             rows = csv.reader(lines, delimiter=self.delimiter, quoting=self.quoting)
             yield next(rows, None) if self.header else None, self._whole(path, rows)

@@ -1,7 +1,7 @@
 """`Transforming`: the methods of `Dataset` that select, order, repeat, change or keep elements.
 
-Selecting and reordering use indices only: rows of arrays stay indices until `batch` gathers them.
-Functions of the user are called for one element at a time.
+Methods that select or reorder elements compute indices only: rows of arrays stay indices until
+`batch` gathers them. Users' functions are called with one element at a time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _AUTOTUNED_DEPTH = 2
 
 @pipeline.named
 class Transforming(Pipeline):
-    """The methods of a dataset that do something to its elements.
+    """The methods of a dataset that select, order, repeat, change or keep its elements.
 
     >>> from ndistribute.data import Dataset
     >>> isinstance(Dataset.range(2), Transforming)
@@ -45,9 +45,9 @@ class Transforming(Pipeline):
         """Return a dataset of ``fn(element)``, or of ``fn(*element)`` for tuples.
 
         Args:
-            fn: returns a nest of arrays or numbers; a list means the tuple of its items.
+            fn: a function that returns a nest of arrays or numbers; a list counts as a tuple.
             num_parallel_calls: the number of threads that call `fn`; `AUTOTUNE` means one per core,
-                None no thread. The order of the elements stays the same.
+                None means no thread. The order of the elements stays the same.
 
         >>> from ndistribute.data import Dataset
         >>> [int(y) for y in Dataset.range(3).map(lambda x: 2 * x)]
@@ -64,7 +64,7 @@ class Transforming(Pipeline):
             threads = calls if calls != AUTOTUNE else os.cpu_count() or 1
             source = child.iterate(epoch.ahead(), start)
             if child.calls_user:
-                # Resources that user code upstream opened may be usable on one thread only.
+                # User code upstream may have opened resources that only one thread can use.
                 source = Ahead(source, threads, epoch.threads)
             call = explained("map: fn", fn, None, produces=True)
             return epoch.watching(Ahead(source, threads, epoch.threads, call, threads))
@@ -119,8 +119,8 @@ class Transforming(Pipeline):
         scan_func = self._function(scan_func, what)
 
         def values(epoch: Epoch, start: int) -> Iterator[Element]:
-            # The state is not saved: an iteration that starts later computes it from the first
-            # element on. A function may change a nest, but no array in it.
+            # The state is not saved: an iteration that starts at a later element computes the state
+            # from the first element on. A function may change a nest, but no array in it.
             call, state = explained(what, scan_func, epoch), read_only(initial)
 
             def step(element: Element) -> Element:
@@ -159,12 +159,12 @@ class Transforming(Pipeline):
         """Return a dataset of the elements in random order.
 
         Args:
-            buffer_size: the number of buffered elements, from which each next one is drawn. A full
-                permutation needs at least the size of the dataset.
+            buffer_size: the number of buffered elements; each next element is drawn from them. A
+                full permutation needs at least the size of the dataset.
             seed: the same seed gives the same sequence of orders in every run. None derives a seed
                 from `set_seed`, or uses a random one if `set_seed` was not called.
-            reshuffle_each_iteration: whether each iteration and repetition uses another order; None
-                means True.
+            reshuffle_each_iteration: whether each iteration and each repetition uses another order;
+                None means True.
 
         >>> from ndistribute.data import Dataset
         >>> dataset = Dataset.range(4).shuffle(4, seed=0)
@@ -307,7 +307,7 @@ class Transforming(Pipeline):
         return self._then("cache()", chunks)
 
     def prefetch(self, n: int) -> Self:
-        """Return a dataset of which a thread prepares `n` elements ahead; 2 for `AUTOTUNE`.
+        """Return a dataset whose elements a thread prepares ahead: `n` of them; `AUTOTUNE` means 2.
 
         >>> from ndistribute.data import Dataset
         >>> [int(x) for x in Dataset.range(3).map(lambda x: x * x).prefetch(2)]
@@ -342,16 +342,16 @@ class Transforming(Pipeline):
         initial_dist: Sequence[float] | None = None,
         seed: int | None = None,
     ) -> Self:
-        """Return a dataset of pairs: a class, and an element of it that was not left out.
+        """Return a dataset of pairs: the class of an element, and an element, resampled by class.
 
-        Elements are left out at random, so that those left have the classes of a distribution.
+        Elements are left out at random, so that the classes of the rest follow `target_dist`.
 
         Args:
-            class_func: returns the class of an element, from 0 on.
-            target_dist: the frequency of each class in the result.
-            initial_dist: the frequency of each class in this dataset; None counts the elements, at
-                first as if there were 10 of each class before them.
-            seed: of the draws; see `shuffle`.
+            class_func: a function that returns the class of an element, counted from 0.
+            target_dist: the relative frequency of each class in the result.
+            initial_dist: the relative frequency of each class in this dataset; None counts the
+                elements as they come, starting with 10 for each class.
+            seed: the seed of the draws; see `shuffle`.
 
         >>> from ndistribute.data import Dataset
         >>> kept = Dataset.range(9).rejection_resample(lambda x: x % 3, [0.0, 0.0, 1.0])
@@ -388,10 +388,10 @@ def explained(
 ) -> Callable[..., Any]:
     """Return the function that calls `fn` with an element, or with the items of a tuple.
 
-    It explains mistakes of `fn` where Python or NumPy cannot, and notes in the epoch that it
-    failed; it can then be called no more. Without an epoch, others may go on to call it for
-    earlier elements. If it `produces` elements, what `fn` returns becomes one; a list is several
-    arrays, as a tuple is.
+    It explains mistakes of `fn` that Python and NumPy cannot explain. It notes a failure in the
+    epoch; after that, it must not be called again. Without an epoch, other threads may continue to
+    call it for earlier elements. If it `produces` elements, the value that `fn` returns becomes an
+    element; a list counts as a tuple.
     """
 
     def call(element: Element) -> Any:
@@ -404,7 +404,7 @@ def explained(
         except BaseException as error:
             if epoch is not None:
                 epoch.failed.set()
-                fn = _ended  # Another call would leave this element out.
+                fn = _ended  # Another call would skip this element.
             if isinstance(error, StopIteration):
                 message = f"{what} raised StopIteration, which ends an iteration."
                 raise RuntimeError(message) from error

@@ -1,4 +1,4 @@
-"""Guests: models and functions of other libraries, under the strategies of this package.
+"""Models and functions of other libraries (guests), under the strategies of this package.
 
 Each file imports one library; `import ndistribute` loads none of them.
 """
@@ -14,9 +14,9 @@ from ndistribute.devices import copy_to, device_of, is_device_array
 
 
 def like(leaves: Sequence[Any]) -> Callable[[Any], Any]:
-    """Return what makes an array of another library one of the kind that is among the arguments.
+    """Return a function that converts another library's arrays to the kind of the arguments.
 
-    That is an array in host memory, on a GPU, or of a compiled step.
+    The kinds are: arrays in host memory, on a GPU, or of a compiled step.
     """
     first = next((leaf for leaf in leaves if is_device_array(leaf)), None)
     if first is None:

@@ -1,6 +1,7 @@
 """The states of PyTorch's modules, optimizers and schedulers, as plain values and arrays.
 
-Workers send them to each other, and elastic ones go back to them. Nothing here imports PyTorch.
+Workers send each other these states, and elastic workers restore them. Nothing here imports
+PyTorch.
 """
 
 from __future__ import annotations
@@ -16,24 +17,25 @@ from ndistribute.guest_tensors import is_tensor, tensor_of
 
 
 class HeldStates:
-    """The states of what the replicas of this process have, for elastic workers.
+    """The states of this process's modules, optimizers and schedulers, for elastic workers.
 
     Args:
-        parts: for each replica, its modules, optimizers and schedulers, which are not kept alive.
+        parts: for each replica, its modules, optimizers and schedulers; only weak references are
+            kept.
     """
 
     def __init__(self, parts: Sequence[Sequence[Any]]) -> None:
         self._parts = [[weakref.ref(each) for each in part] for part in parts]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of each replica; they differ in their gradients alone."""
+        """Return the states of each replica; they differ only in their gradients."""
         return {
             str(k): [None if (thing := each()) is None else plain_state(thing) for each in part]
             for k, part in enumerate(self._parts)
         }
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Set the states of the replicas; those of another worker may be fewer."""
+        """Set the states of the replicas; another worker may have saved fewer."""
         for k, part in enumerate(self._parts):
             for each, state in zip(part, states.get(str(k), states["0"]), strict=True):
                 if (thing := each()) is not None and state is not None:
@@ -41,7 +43,7 @@ class HeldStates:
 
 
 def plain_state(thing: Any) -> Any:
-    """Return a copy of a state: of a module with all buffers, of an optimizer with parameters."""
+    """Return a copy of a state: a module's with all buffers, an optimizer's with its parameters."""
     state = dict(thing.state_dict())
     if hasattr(thing, "reduction"):
         tensors = [[each, each.grad] for each in thing.reduction.parameters.values()]
@@ -52,7 +54,7 @@ def plain_state(thing: Any) -> Any:
 
 
 def load_plain_state(thing: Any, state: Any) -> None:
-    """Set the state of a module, optimizer or scheduler to one of `plain_state`."""
+    """Set the state of a module, optimizer or scheduler to one that `plain_state` returned."""
     state = mapped(state, lambda x: tensor_of(x) if isinstance(x, np.ndarray | np.generic) else x)
     if hasattr(thing, "reduction"):
         parameters = thing.reduction.parameters.values()
@@ -60,18 +62,18 @@ def load_plain_state(thing: Any, state: Any) -> None:
             parameter.detach().copy_(value)
             parameter.grad = gradient
             if gradient is not None:
-                gradient.is_reduced = True  # Else there are passes.
+                gradient.is_reduced = True  # Otherwise some passes are not reduced.
         thing.reduction.passes, state = state["passes"], state["state"]
     elif hasattr(thing, "buffers"):
         for buffer, value in zip(thing.buffers(), state["buffers"], strict=True):
-            buffer.copy_(value)  # The state lacks some.
+            buffer.copy_(value)  # The state lacks some values.
         state = state["state"]
     thing.load_state_dict(state)
 
 
 def mapped(nest: Any, change: Callable[[Any], Any]) -> Any:
     """Return a nest with changed leaves, in plain dicts, lists and tuples."""
-    if isinstance(nest, dict):  # Also of a class that the receiver does not know.
+    if isinstance(nest, dict):  # Dicts may also be of a class that the receiver does not know.
         return {key: mapped(value, change) for key, value in nest.items()}
     if type(nest) in (list, tuple):
         return type(nest)(mapped(value, change) for value in nest)
@@ -79,12 +81,12 @@ def mapped(nest: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _copied(leaf: Any) -> Any:
-    leaf = leaf.item() if isinstance(leaf, np.generic) else leaf  # Tensors come back as such.
+    leaf = leaf.item() if isinstance(leaf, np.generic) else leaf  # Tensors come back as tensors.
     return array_of(leaf).copy() if is_tensor(leaf) else leaf
 
 
 def array_of(tensor: Any) -> np.ndarray[Any, Any]:
-    """Return a tensor as an array of the same memory; it must be in host memory."""
+    """Return a tensor as an array in the same memory, which must be host memory."""
     if tensor.device.type != "cpu":
         what = f"a tensor on {tensor.device} was passed, and only those in host memory are taken"
         raise TypeError(f"{what}: move the module with .cpu(), or use CuPy's arrays for GPUs.")

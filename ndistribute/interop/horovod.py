@@ -1,8 +1,9 @@
-"""Horovod's names for PyTorch: a program of Horovod runs with another import.
+"""Horovod's names for PyTorch: Horovod programs run after changing one import.
 
 Write ``import ndistribute.interop.horovod as hvd`` in place of ``import horovod.torch as hvd``.
-Calls are matched by their order, not by their names, and are complete when they return: workers
-that make different calls get an error that says which. What this lacks is refused by its name.
+Calls are matched by their order, not by their names, and are complete when they return. If workers
+make different calls, they get an error that names the calls. Features that are missing here raise
+an error that names them.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from ndistribute.interop import torch as guest
 from ndistribute.interop.guest_states import array_of, mapped
 from ndistribute.strategies.local import MultiWorkerMirroredStrategy
 
-torch: Any = vars(guest)["torch"]  # Which that file alone imports.
+torch: Any = vars(guest)["torch"]  # Only that file imports PyTorch.
 Sum, Average, Min, Max, Product = ReduceOp
 SyncBatchNorm = guest.BatchNormOverReplicas
-Adasum = "Adasum"  # Refused where it is used, so that programs may offer the choice.
+Adasum = "Adasum"  # Using it raises an error; programs may still offer the choice.
 global_process_set = "the set of all processes"
 
 _REFUSED = {
@@ -48,7 +49,7 @@ def __getattr__(name: str) -> NoReturn:
 
 
 class Compression:
-    """What gradients and tensors are sent as: `none`, themselves; `fp16`, half the bytes."""
+    """How gradients and tensors are sent: `none` leaves them unchanged; `fp16` halves the bytes."""
 
     none = None
     fp16 = torch.float16
@@ -56,10 +57,10 @@ class Compression:
 
 class _Job(NamedTuple):
     strategy: Any
-    hosts: list[str]  # Of each rank.
+    hosts: list[str]  # The host of each rank.
 
 
-_jobs: list[_Job] = []  # At most this process's.
+_jobs: list[_Job] = []  # Contains at most the job of this process.
 
 
 def _job() -> _Job:
@@ -69,12 +70,12 @@ def _job() -> _Job:
 
 
 def init(comm: Any = None, process_sets: Any = None, *, elastic: Elastic | None = None) -> None:
-    """Join the job, and make its strategy the current one; do nothing if that is done.
+    """Join the job, and make its strategy the current one; a second call does nothing.
 
     Args:
         comm: must be None: all processes of the job take part.
         process_sets: must be None.
-        elastic: `nd.Elastic`, if workers may come and go in `elastic.run`.
+        elastic: an `nd.Elastic` if workers may come and go during `elastic.run`.
 
     Raises:
         ValueError: `comm` or `process_sets` is something else.
@@ -93,7 +94,7 @@ def init(comm: Any = None, process_sets: Any = None, *, elastic: Elastic | None 
 
 
 def _look_around(strategy: Any) -> None:
-    """Note the hosts of all workers, among them those that joined at the last commit."""
+    """Record the hosts of all workers, including workers that joined at the last commit."""
     _jobs[:] = [_Job(strategy, allgather_object(host_identity()))]
 
 
@@ -110,7 +111,7 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """Return the number of this process in the job."""
+    """Return the rank of this process in the job."""
     number: int = _job().strategy.replica_contexts[0].replica_id_in_sync_group
     return number
 
@@ -122,7 +123,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return the number of this process among those of its host."""
+    """Return the rank of this process among the processes on its host."""
     return _job().hosts[: rank()].count(_job().hosts[rank()])
 
 
@@ -138,7 +139,7 @@ def _peers() -> list[str]:
 
 
 def cross_rank() -> int:
-    """Return the number of this host among those that have a process of this local rank."""
+    """Return the rank of this host among the hosts that have a process of this local rank."""
     return _peers().index(_job().hosts[rank()])
 
 
@@ -153,7 +154,7 @@ def is_homogeneous() -> bool:
 
 
 def nccl_built() -> bool:
-    """Return False: tensors are reduced in the memory of the host."""
+    """Return False, because tensors are reduced in host memory."""
     return False
 
 
@@ -164,7 +165,7 @@ cuda_built = rocm_built = ddl_built = ccl_built = nccl_built
 def _reduction(
     op: Any, average: bool | None = None, process_set: Any = None, compression: Any = None
 ) -> ReduceOp:
-    """Return the reduction of Horovod's arguments; refuse what there is not."""
+    """Return the reduction that Horovod's arguments name; refuse unsupported ones."""
     if compression not in (Compression.none, Compression.fp16):
         raise ValueError(f"compression must be hvd.Compression.none or fp16, got {compression!r}.")
     if process_set not in (None, global_process_set):
@@ -197,13 +198,14 @@ def allreduce(
     """Return a tensor reduced over all processes, differentiable if it requires a gradient.
 
     Args:
-        tensor: of one shape and dtype on all.
+        tensor: the tensor, with the same shape and dtype on all processes.
         average: True for the mean, False for the sum; or pass `op`.
         name: has no effect.
         compression: `Compression.none` or `Compression.fp16`.
-        op: `Average`, the default, `Sum`, `Min`, `Max` or `Product`. The mean of integers is cut.
-        prescale_factor: what the tensor is multiplied by before.
-        postscale_factor: what the result is multiplied by.
+        op: `Average`, the default, `Sum`, `Min`, `Max` or `Product`. The mean of integers is
+            truncated.
+        prescale_factor: the factor by which the tensor is multiplied before the reduction.
+        postscale_factor: the factor by which the result is multiplied.
         process_set: must be `global_process_set`.
 
     >>> init()
@@ -235,7 +237,7 @@ def grouped_allreduce_(tensors: Iterable[Any], *args: Any, **kwargs: Any) -> lis
 
 
 def allgather(tensor: Any, name: str | None = None, process_set: Any = global_process_set) -> Any:
-    """Return the tensors of all processes, joined along the first axis, which may differ."""
+    """Return all processes' tensors, joined along the first axis, whose length may differ."""
     _reduction(None, None, process_set)
     return guest.all_gather(tensor, 0)
 
@@ -252,7 +254,7 @@ def broadcast(
 
 
 def broadcast_(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Set a tensor to that of one process, as `broadcast` does, and return it."""
+    """Set a tensor to the tensor of one process, as `broadcast` does, and return it."""
     with torch.no_grad():
         return tensor.copy_(broadcast(tensor.detach(), *args, **kwargs))
 
@@ -287,11 +289,11 @@ def _sent(tensors: list[Any], root: int) -> list[Any]:
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
-    """Set parameters to those of one process.
+    """Set parameters to the parameters of one process.
 
     Args:
         params: the ``state_dict()`` of a module, its ``named_parameters()``, or tensors.
-        root_rank: the process.
+        root_rank: the rank of that process.
 
     Raises:
         ValueError: `params` is something else.
@@ -308,12 +310,12 @@ def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
 
 
 def broadcast_optimizer_state(optimizer: Any, root_rank: int = 0) -> None:
-    """Set the state of an optimizer, with its parameter groups, to that of one process."""
+    """Set the state and the parameter groups of an optimizer to those of one process."""
     guest.broadcast(optimizer=optimizer, root=root_rank)
 
 
 class _Sent(NamedTuple):
-    """A tensor on its way."""
+    """A tensor in the form in which it is sent."""
 
     array: Any
 
@@ -348,8 +350,9 @@ def barrier(process_set: Any = global_process_set) -> None:
 def join(device: int = -1) -> int:
     """Wait until all processes have called this, and return the last rank.
 
-    All must have made as many reductions as the others: a process without data left takes part in
-    none, and an error says so. Let each have as many batches, as `DistributedSampler` does.
+    All processes must have made equally many reductions. A process without data left does not take
+    part in the reductions of others, so unequal numbers raise an error. Give all processes equally
+    many batches, as `DistributedSampler` does.
     """
     barrier()
     return size() - 1
@@ -367,15 +370,16 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name.
     sparse_as_dense: bool = False,
     process_set: Any = global_process_set,
 ) -> Any:
-    """Return the optimizer, which from now on gets gradients that are reduced over all processes.
+    """Return the optimizer; from now on, its gradients are reduced over all processes.
 
     They are reduced at the end of each backward pass: see `interop.torch.DistributedOptimizer`.
 
     Args:
         optimizer: an optimizer of PyTorch.
-        named_parameters: those of the module; they are checked only.
+        named_parameters: the module's named parameters; they are only checked.
         compression: `Compression.none`, or `Compression.fp16` to send half as many bytes.
-        backward_passes_per_step: after how many backward passes the gradients are reduced.
+        backward_passes_per_step: the number of backward passes after which the gradients are
+            reduced.
         op: `Average` or `Sum`.
         gradient_predivide_factor: has no effect on the mean, and needs ``op=Average``.
         num_groups: has no effect: all gradients are reduced together.
@@ -384,7 +388,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name.
         process_set: must be `global_process_set`.
 
     Raises:
-        ValueError: names are missing or equal, or an argument must be another one.
+        ValueError: names are missing or repeated, or an argument has an unsupported value.
 
     >>> init()
     >>> model = torch.nn.Linear(2, 1)
@@ -406,7 +410,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name.
 
 
 def _check_names(optimizer: Any, named: list[Any]) -> None:
-    """Raise an error if the parameters of an optimizer have no names of their own."""
+    """Raise an error unless the parameters of an optimizer have distinct names."""
     if not all(isinstance(pair, tuple) for pair in named):
         what = "a sequence of tuples (name, parameter), usually model.named_parameters()."
         raise ValueError(f"named_parameters should be {what}")
@@ -423,7 +427,7 @@ class _MembersChangedError(Exception):
 
 
 class TorchState:
-    """What a training goes on from: a module, an optimizer, and attributes by keyword.
+    """The state from which training continues: a module, an optimizer, and further attributes.
 
     Args:
         model: a module, or None.
@@ -434,8 +438,8 @@ class TorchState:
     def __init__(self, model: Any = None, optimizer: Any = None, **attributes: Any) -> None:
         self.model, self.optimizer, self._names = model, optimizer, [*attributes]
         self._callbacks: list[Callable[[], Any]] = []
-        self._loop: Any = None  # While the training runs.
-        self._seen = 0  # The changes of members that the training knows.
+        self._loop: Any = None  # Set while training runs.
+        self._seen = 0  # The number of changes of members that the training function has seen.
         vars(self).update(attributes)
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
@@ -462,9 +466,9 @@ class TorchState:
         self.load_state_dict(broadcast_object(self.state_dict()))
 
     def commit(self) -> None:
-        """Let workers join; if some have come or gone, the training function begins anew.
+        """Let workers join; if members have changed, the training function starts again.
 
-        Nothing is copied: workers who are left have the state of the last complete reduction.
+        No state is copied: the remaining workers have the state of the last complete reduction.
         """
         if self._loop is not None:
             next(self._loop)
@@ -480,7 +484,7 @@ def _changes() -> int:
 
 
 def _run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a training function of a state, which begins anew when workers have come or gone."""
+    """Return a training function of a state; it starts again when workers have come or gone."""
 
     @functools.wraps(func)
     def train(state: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """JAX's functions with variables of this package, in steps of replicas and in gradient tapes.
 
-JAX compiles each function, and arrays go in and out without a copy on CPUs. Once this file is
-imported, JAX's own functions take variables, too, also in nests: a call reads their values.
+JAX compiles each function; on CPUs, arrays go in and out without a copy. Once this file is
+imported, JAX's own functions accept variables too, also in nests: a call reads their values.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ from ndistribute.variables.variable import ArrayLike, Variable
 def value_and_grad(
     function: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Return a compiled function of the value of a JAX function, and of its gradients.
+    """Return a compiled function that computes the value and the gradients of a JAX function.
 
-    On a replica it computes with the variables' values there, and exchanges nothing: optimizers add
-    up the gradients that replicas apply, so divide the loss by the size of the global batch.
+    On a replica it computes with the variables' values there, and does not communicate. Optimizers
+    add up the gradients that replicas apply, so divide the loss by the size of the global batch.
 
     Args:
-        function: takes nests of arrays and returns a number; with `has_aux` a number and a nest.
-        argnums: the place of the argument, or the places of those, with gradients.
-        has_aux: whether the function returns more than the number.
+        function: a function of nests of arrays that returns a number; with `has_aux`, a number and
+            a nest.
+        argnums: the index of the argument, or the indices of the arguments, for which to compute
+            gradients.
+        has_aux: whether the function returns a nest after the number.
 
     Returns:
-        A function of variables and arrays, or nests of them, which returns what
-        ``jax.value_and_grad(function)`` does, in arrays that optimizers take.
+        A function of variables and arrays, or nests of them. It returns the same as
+        ``jax.value_and_grad(function)``, in arrays that optimizers accept.
 
     >>> import jax.numpy as jnp
     >>> import ndistribute as nd
@@ -57,13 +59,13 @@ def value_and_grad(
 
 
 def differentiable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a compiled function for a JAX function, which a `GradientTape` differentiates.
+    """Return a compiled function for a JAX function; a `GradientTape` can differentiate it.
 
-    Variables and tracked arrays of floats have gradients, wherever they are in the nests of
+    Variables and tracked arrays of floats get gradients, wherever they are in the nests of
     arguments; other arrays are constants. The result is a nest of arrays.
 
     Args:
-        function: takes and returns nests of arrays, and computes nothing else.
+        function: a pure function that takes and returns nests of arrays.
 
     >>> import jax.numpy as jnp
     >>> import ndistribute as nd
@@ -128,7 +130,7 @@ def _is_float(value: Any) -> bool:
 
 
 def _sources(leaves: Sequence[Any]) -> tuple[int, ...]:
-    """Return the places of the leaves that may have gradients; none if no tape records."""
+    """Return the indices of the leaves that may have gradients; none if no tape records."""
     if current_frame().recorder is None:
         return ()
     kinds = (ArrayLike, Tracked)
@@ -136,11 +138,11 @@ def _sources(leaves: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _of(value: Any) -> Any:
-    """Return what JAX computes with for an argument; a variable keeps its dtype, or it raises."""
+    """Return JAX's value for an argument; raise if JAX would not keep a variable's dtype."""
     array = value.tracked_value() if isinstance(value, ArrayLike) else value
     if hasattr(array, "on_device"):  # In a compiled step.
         return array.value
-    array = np.asarray(array) if isinstance(array, Tracked) else array  # Raises in its tape.
+    array = np.asarray(array) if isinstance(array, Tracked) else array  # This raises in its tape.
     if isinstance(value, ArrayLike):
         _check_width(array.dtype, f"variable {getattr(value, 'name', '')!r}")
     return to_host(array) if is_device_array(array) else array
@@ -157,7 +159,7 @@ def _check_width(dtype: Any, what: str) -> None:
 
 
 def _value_of(variable: Any) -> Any:
-    """Return the value for a function of JAX's own that gets a variable."""
+    """Return the value of a variable that is passed to one of JAX's own functions."""
     jax = jax_module()
     if isinstance(jax.numpy.zeros(()), jax.core.Tracer):
         raise TypeError(

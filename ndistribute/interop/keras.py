@@ -1,8 +1,8 @@
-"""Models of Keras 3 under every strategy: their variables become this package's, and `fit` trains.
+"""Keras 3 models under every strategy: their variables become this package's, and `fit` trains.
 
-Keras computes the outputs of a model, with JAX or PyTorch; losses, optimizers, callbacks and loops
-are this package's, and Keras's own losses and metrics are wrapped. Keras's variables only name
-places: each call gets the values of a replica, and returns what it would write.
+Keras computes the outputs of a model, with JAX or PyTorch. Losses, optimizers, callbacks and loops
+are this package's; Keras's own losses and metrics are wrapped. Keras's variables only name values:
+each call gets the values of a replica, and returns the values that it would write.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ _UNCALLED = (
     "train_step test_step predict_step compute_loss compute_metrics get_metrics_result".split()
 )
 _EXCLUDED = "", "_pattern"
-_tracing = threading.Lock()  # Keras's code is not made to be traced by several threads at once.
+_tracing = threading.Lock()  # Keras's code cannot be traced by several threads at once.
 
 
 def distribute(keras_model: Any) -> KerasModel:
-    """Return a model of this package which trains a model of Keras, under the scope's strategy.
+    """Return a model of this package that trains a Keras model, under the scope's strategy.
 
-    Its variables start with the values of Keras's, on all workers with those of the first. They
-    are written back into the Keras model when `fit` has ended, and by `write_back`.
+    Its variables start with the values of the first worker's Keras model, on all workers. `fit`, at
+    its end, and `write_back` write the values back into the Keras model.
 
     Args:
-        keras_model: a model that is built, of any kind, without a `train_step` of its own. Keras
-            must compute with JAX or PyTorch.
+        keras_model: a built model of any kind that does not define `train_step`. Keras must compute
+            with JAX or PyTorch.
 
     Raises:
         MissingDependencyError: Keras is not installed.
-        TypeError: it is no model of Keras.
-        ValueError: the model, or Keras's backend, does what is not possible here.
+        TypeError: `keras_model` is not a Keras model.
+        ValueError: the model or Keras's backend uses a feature that is not supported here.
 
     >>> import keras  # doctest: +SKIP
     >>> with nd.MirroredStrategy(["cpu:0", "cpu:1"]).scope():  # doctest: +SKIP
@@ -60,7 +60,7 @@ def distribute(keras_model: Any) -> KerasModel:
 
 
 class KerasModel(Model):
-    """A model that computes with a model of Keras; see `distribute`.
+    """A model that computes with a Keras model; see `distribute`.
 
     Attributes:
         keras_model: the model of Keras.
@@ -74,12 +74,13 @@ class KerasModel(Model):
         parts = keras_model._flatten_layers()
         trained = {id(place) for part in parts for place in part._trainable_variables}
         self.state = [_variable(place, id(place) in trained) for place in self._places]
-        self._calls: dict[Any, Callable[..., Any]] = {}  # Compiled, for what is trained.
+        # The compiled functions, by the variables that are trained.
+        self._calls: dict[Any, Callable[..., Any]] = {}
         outputs = getattr(keras_model, "output", None)
         if isinstance(outputs, list | tuple) and len(outputs) > 1:
             self.output_names = list(keras_model.output_names)
         self.built = True
-        self.write_back()  # Other workers may have started from other values.
+        self.write_back()  # Other workers may have started with other values.
 
     @property
     def trainable_variables(self) -> list[Variable]:
@@ -97,13 +98,14 @@ class KerasModel(Model):
         weighted_metrics: Any = None,
         jit_compile: bool = False,
     ) -> None:
-        """Set the optimizer, the losses and the metrics, of this package or of Keras.
+        """Set the optimizer, the losses and the metrics, from this package or from Keras.
 
-        Names mean this package's, where it has them. Functions compute with Keras's operations. An
-        optimizer of Keras is replaced by that of this package of the same name and configuration.
+        A name means an object of this package if this package has the name. Functions compute with
+        Keras's operations. A Keras optimizer is replaced by this package's optimizer of the same
+        name and configuration.
 
         Args:
-            optimizer: see `Model.compile`, as all other arguments.
+            optimizer: the optimizer; see `Model.compile` for this and all other arguments.
             loss: the losses.
             metrics: the metrics.
             loss_weights: the factors of losses.
@@ -123,7 +125,7 @@ class KerasModel(Model):
         super().compile(optimizer, loss, metrics, loss_weights, weighted_metrics, jit_compile)
 
     def call(self, inputs: Any, training: bool = False) -> Any:
-        """Return what Keras's model returns, and keep what it writes to its variables."""
+        """Return the outputs of Keras's model, and keep what it writes to its variables."""
         replica = get_replica_context()
         number, resolver = 0, self.strategy.cluster_resolver
         if replica is not None:  # Each worker of parameter servers has a replica 0.
@@ -131,7 +133,7 @@ class KerasModel(Model):
             number += 0 if resolver is None else 64 * (resolver.task_id or 0)
         pairs = zip(self._places, self.state, strict=True)
         values = [v if place.trainable and v.trainable else as_array(v) for place, v in pairs]
-        # The generators of replicas are far apart. Keras does not compute with no examples.
+        # The generators of replicas are far apart. Keras cannot compute with an empty batch.
         mix = np.stack([number * 0x9E3779B1 % 2**30, 0]).astype(np.int32)
         rows, replicas = rows_of(inputs), 1 if replica is None else replica.num_replicas_in_sync
         batch = inputs if rows else tree.map_leaves(_one_example, inputs)
@@ -153,7 +155,7 @@ class KerasModel(Model):
         return outputs
 
     def _write(self, written: dict[int, Any], rows: int, replica: Any) -> None:
-        """Set variables to what replicas have computed: floats to their mean, by examples."""
+        """Set variables to the values that replicas computed: floats to the mean over examples."""
         floats = [k for k in written if kind_of(self.state[k].dtype) == "f"]
         if floats and replica is not None and replica.num_replicas_in_sync > 1:
             counted = [*(written[k] * rows for k in floats), np.float32(rows)]
@@ -167,9 +169,10 @@ class KerasModel(Model):
     ) -> Any:
         """Return the outputs, their masks, the added losses, and what variables become, by place.
 
-        Keras's operations compute it; nothing outside of it changes. Generators of random numbers
-        start from their states mixed with a number of the replica, and keep their own. If the batch
-        is empty, no output is returned for the example, and all gradients through it are zeros.
+        Keras's operations compute these; nothing outside changes. Generators of random numbers
+        start from their states mixed with the number of the replica, and keep their own states. An
+        empty batch is replaced by an example: its output is dropped, and all gradients through it
+        are zeros.
         """
         keras, model = _keras(), self.keras_model
 
@@ -201,7 +204,7 @@ class KerasModel(Model):
             )
         masks = [keras.src.backend.get_keras_mask(y) for y in keras.tree.flatten(outputs)]
         added = scope.losses
-        if is_empty:  # What comes of the example may be NaN, and zero times NaN is NaN.
+        if is_empty:  # Results for the example may be NaN, and zero times NaN is NaN.
             ops, pairs = keras.ops, zip(values, self.state, strict=True)
             floats = [value for value, mine in pairs if kind_of(mine.dtype) == "f"]
             zero = sum(ops.sum(ops.reshape(value, (-1,))[:0]) for value in floats)
@@ -217,14 +220,14 @@ class KerasModel(Model):
         self.write_back()
 
     def write_back(self) -> None:
-        """Set the variables of Keras's model to what they are here; every worker must call this."""
+        """Set the variables of Keras's model to the values here; every worker must call this."""
         with self.strategy.scope():
             for place, variable in zip(self._places, self.state, strict=True):
                 place.assign(variable.numpy())
         self._known = self._checksum()
 
     def _checksum(self) -> int:
-        """Return a number that tells whether the variables of Keras's model were changed."""
+        """Return a checksum that shows whether the variables of Keras's model were changed."""
         values = (_keras().ops.convert_to_numpy(place.value) for place in self._places)
         return functools.reduce(lambda known, each: zlib.crc32(each.tobytes(), known), values, 0)
 
@@ -237,7 +240,7 @@ class KerasModel(Model):
             )
 
     def save(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise an error: Keras writes its models."""
+        """Raise an error, because Keras saves its models itself."""
         raise NotImplementedError(
             f"{self._called} is one of Keras: call write_back() on every worker, and "
             "keras_model.save(path) on the chief. Checkpoint keeps the state of a training."
@@ -246,7 +249,7 @@ class KerasModel(Model):
     export = to_json = save
 
     def get_config(self) -> dict[str, Any]:
-        """Return what tells this model from others: Keras's class, and the variables."""
+        """Return what distinguishes this model from others: Keras's class, and the variables."""
         kinds = [(place.shape, place.dtype, place.trainable) for place in self._places]
         return {"keras_model": type(self.keras_model).__name__, "variables": kinds}
 
@@ -260,10 +263,10 @@ class KerasModel(Model):
 
 
 class KerasMetric(metrics.Metric):
-    """A metric of Keras, of which each replica counts its examples.
+    """A Keras metric; each replica counts its own examples.
 
     Args:
-        metric: the metric of Keras.
+        metric: the Keras metric.
     """
 
     def __init__(self, metric: Any) -> None:
@@ -288,7 +291,7 @@ class KerasMetric(metrics.Metric):
             part.assign_add(value)
 
     def _check(self, sums: Sequence[Any], more: Sequence[Any]) -> None:
-        """Raise a `ValueError` unless ones in the variables were added to, as zeros were."""
+        """Raise a `ValueError` unless the metric added to ones in its variables as to zeros."""
         pairs = zip(map(to_host, sums), map(to_host, more), strict=True)
         if not all(np.allclose(a + 1, b, 1e-4, 1e-4, equal_nan=True) for a, b in pairs):
             raise ValueError(
@@ -322,7 +325,7 @@ def _keras() -> Any:
 
 
 def _check(model: Any) -> None:
-    """Raise an error for what is no model of Keras, or does what is not possible here."""
+    """Raise an error unless this is a Keras model whose features are supported here."""
     keras = _keras()
     if not isinstance(model, keras.Model):
         raise TypeError(f"distribute needs a model of Keras 3, got a {type(model).__name__}.")
@@ -345,18 +348,18 @@ def _check(model: Any) -> None:
 
 
 def _variable(place: Any, is_trained: bool) -> Variable:
-    """Return a variable for one of Keras, of its value now."""
+    """Return a variable for one of Keras's, with its current value."""
     dtype = np.dtype(place.dtype)
     value = _keras().ops.convert_to_numpy(place.value).astype(dtype)
     if is_trained:
         return Variable(value, True, place.path, dtype, "on_write", "mean")
-    # A chief's workers, which make a step whenever they are free, all write to one value.
+    # A chief's workers make steps whenever they are free, and all write to one value.
     when = "on_write" if schedules_steps(get_strategy()) else "on_read"
     return Variable(value, False, place.path, dtype, when, "only_first_replica")
 
 
 def _loss(loss: Any) -> Any:
-    """Return a loss of this package for one of Keras, or for a name that only Keras has."""
+    """Return a loss of this package for a Keras loss, or for a name that only Keras has."""
     if loss is None or isinstance(loss, losses.Loss) or loss in losses.NAMED:
         return loss
     loss = _keras().losses.get(loss)
@@ -367,7 +370,7 @@ def _loss(loss: Any) -> Any:
 
 
 def _each(loss: Any, y_true: Any, y_pred: Any) -> Any:
-    """Return the values of a loss of Keras for each example."""
+    """Return the value of a Keras loss for each example."""
     return _comparing(loss)(y_true, y_pred)
 
 
@@ -384,7 +387,7 @@ def _comparing(loss: Any) -> Callable[..., Any]:
 
 
 def _metric(metric: Any) -> Any:
-    """Return a metric of this package for one of Keras."""
+    """Return a metric of this package for a Keras metric."""
     if metric is None or isinstance(metric, metrics.Metric | str):
         return metric
     if isinstance(metric, _keras().metrics.Metric):
@@ -393,7 +396,7 @@ def _metric(metric: Any) -> Any:
 
 
 def _optimizer(optimizer: Any) -> Any:
-    """Return the optimizer, or the schedule, of this package for one of Keras."""
+    """Return the optimizer or the schedule of this package for one of Keras's."""
     keras = _keras()
     kind, name = type(optimizer), type(optimizer).__name__
     if isinstance(optimizer, keras.optimizers.schedules.LearningRateSchedule):
@@ -424,7 +427,7 @@ def _optimizer(optimizer: Any) -> Any:
 
 
 def _operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of Keras's operations as one of arrays and variables, for tapes too."""
+    """Return a function of arrays and variables, for tapes too, from Keras's operations."""
     if _keras().backend.backend() == "torch":
         return functools.partial(_by_torch, function)
     from ndistribute.interop.jax import differentiable
@@ -460,7 +463,8 @@ def _by_torch(function: Callable[..., Any], *args: Any) -> Any:
             for source in sources:
                 source.grad = None
             if parts:
-                sum(parts).backward(retain_graph=True)  # A persistent tape asks again.
+                # A persistent tape may ask for the gradients again.
+                sum(parts).backward(retain_graph=True)
             grads = [source.grad for source in sources]
             return [None if dx is None else back(ops.convert_to_numpy(dx)) for dx in grads]
 

@@ -1,8 +1,8 @@
 """PyTorch under every strategy: gradients are averaged over replicas, and state is shared.
 
-A module and its optimizer stay PyTorch's own; each replica has its own pair. `DistributedOptimizer`
-reduces the gradients at the end of each backward pass, so what follows sees those of all replicas.
-Only this file imports PyTorch; `import ndistribute` does not load it.
+Modules and optimizers stay PyTorch's; each replica has its own pair. `DistributedOptimizer` reduces
+the gradients at the end of each backward pass, so later code sees gradients of all replicas. Only
+this file imports PyTorch; `import ndistribute` does not load it.
 """
 
 from __future__ import annotations
@@ -46,35 +46,36 @@ except ImportError as error:
     ) from error
 
 _LINEAR = ReduceOp.SUM, ReduceOp.MEAN
-_numbers = itertools.count()  # Of optimizers, in the order in which they were made.
+_numbers = itertools.count()  # The reductions of optimizers, in the order in which they were made.
 
 
 # For each backward pass that runs, by its number: the optimizers whose gradients it has computed,
 # and the parameters whose gradients are summed already.
 _passes: dict[int, tuple[dict[int, weakref.ref[_Reduction]], set[int]]] = {}
-# What elastic workers keep for modules, optimizers and schedulers that are in use.
+# The states that elastic workers keep for modules, optimizers and schedulers in use.
 _held = weakref.WeakKeyDictionary[Any, HeldStates]()
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name.
     optimizer: Any, op: Any = "mean", *, backward_passes_per_step: int = 1
 ) -> Any:
-    """Return the optimizer, which from now on gets gradients that are reduced over all replicas.
+    """Return the optimizer; from now on, its gradients are reduced over all replicas.
 
-    They are reduced at the end of each backward pass, with one all-reduce. A parameter without a
-    gradient on a replica counts as zeros there; without one on any, it stays None. Schedulers,
-    parameter groups and `state_dict` stay as they are. ``synchronize()`` reduces the gradients of
-    fewer than `backward_passes_per_step` passes, or that the program has set, as `step` does. If
-    replicas have parts of different sizes of a batch that `run` got, the mean is weighted by rows.
+    They are reduced at the end of each backward pass, with one all-reduce. If a parameter has no
+    gradient on a replica, zeros count there; if it has none on any replica, it stays None.
+    Schedulers, parameter groups and `state_dict` stay as they are. ``synchronize()``, like `step`,
+    reduces gradients of fewer than `backward_passes_per_step` passes, and gradients that the
+    program has set. If the replicas' parts of a batch that was passed to `run` differ in size, the
+    mean is weighted by rows.
 
     Args:
         optimizer: an optimizer of PyTorch, of one replica.
         op: ``"mean"``, or ``"sum"`` for losses that are divided by the size of the global batch.
-        backward_passes_per_step: after how many passes the gradients are reduced, with one
-            all-reduce, before each `step`. They add up, as in PyTorch: divide the loss.
+        backward_passes_per_step: the number of passes after which the gradients are reduced, with
+            one all-reduce, before each `step`. Gradients add up, as in PyTorch, so divide the loss.
 
     Raises:
-        TypeError: `optimizer` is no optimizer of PyTorch, or is distributed already.
+        TypeError: `optimizer` is not a PyTorch optimizer, or is already distributed.
 
     >>> import ndistribute as nd
     >>> def make():
@@ -109,7 +110,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name.
 
 
 class _DistributedMethods:
-    """What a distributed optimizer has besides the methods of its class."""
+    """The methods that a distributed optimizer has besides those of its class."""
 
     reduction: _Reduction
 
@@ -118,16 +119,16 @@ class _DistributedMethods:
         self.reduction.before_step()
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
-        """Change nothing in a block: `step` does not reduce gradients a second time."""
+        """Return a context without effect: `step` never reduces gradients a second time."""
         return nullcontext()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Reset the gradients, and the number of passes that are not reduced yet."""
+        """Reset the gradients, and forget the passes that are not reduced yet."""
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
         self.reduction.passes = []
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, whose gradients are reduced too."""
+        """Add a group of parameters; their gradients are reduced too."""
         super().add_param_group(param_group)  # type: ignore[misc]
         self.reduction.watch(param_group["params"])
 
@@ -143,10 +144,12 @@ class _Reduction:
         # For each pass since the last reduction, the lengths of the arrays of this replica's batch.
         self.passes: list[list[int]] = []
         self.added: dict[int, Any] = {}  # The latest gradients to be summed, by parameter.
-        self.sent_as: Any = None  # The dtype in which gradients are sent; None: their own.
+        # The dtype in which gradients are sent; None means their own dtype.
+        self.sent_as: Any = None
         self.served: list[Variable] = []  # The parameters on servers,
-        self.server: Any = None  # and what subtracts there what a step subtracts here.
-        self._pulled: list[Any] = []  # Their last values from there.
+        # and the optimizer that applies there what a step changes here.
+        self.server: Any = None
+        self._pulled: list[Any] = []  # Their last values from the servers.
         self.op, self._every = op, every
         # No cycle: hooks of a dropped optimizer must end at the same time on all replicas.
         self._optimizer = weakref.ref(optimizer)
@@ -162,12 +165,13 @@ class _Reduction:
         }
 
     def watch(self, parameters: Sequence[Any]) -> None:
-        """Take notice of the gradients of parameters from now on."""
+        """Watch the gradients of parameters from now on."""
         for parameter in parameters:
             if not (parameter.is_floating_point() or parameter.is_complex()):
                 continue  # It never has a gradient.
             trained = parameter.requires_grad
-            parameter.requires_grad_(True)  # Else it takes no hooks, and may be trained later.
+            # Otherwise it accepts no hooks, and it may be trained later.
+            parameter.requires_grad_(True)
             parameter.register_post_accumulate_grad_hook(
                 functools.partial(_note, weakref.ref(self))
             )
@@ -176,14 +180,14 @@ class _Reduction:
             parameter.requires_grad_(trained)
 
     def end_pass(self) -> None:
-        """Count a backward pass, and reduce if it is time."""
+        """Count a backward pass, and reduce the gradients if enough passes were made."""
         self.passes.append(_lengths())
         if len(self.passes) == self._every:
             self.reduce()
 
     @property
     def is_due(self) -> bool:
-        """Whether a gradient is not reduced, as after a pass, or if the program has set it."""
+        """Whether a gradient is not reduced yet: after a pass, or because the program set it."""
         if self.passes or self.size() == 1:
             return bool(self.passes)
         each = (p.grad for p in self.parameters.values() if p.requires_grad)
@@ -225,7 +229,7 @@ class _Reduction:
                 raise
 
         (*flags, mean, square, mixed), *means = in_replica(reduced, self._strategy)
-        # Of a short batch, parts differ; the rest is rounding.
+        # The parts of a short batch differ; smaller differences are rounding.
         if self.op is ReduceOp.MEAN and square - mean**2 > 1e-12 * square:
             if mixed:
                 what = "the replicas' parts of a batch differ, as do its arrays or the passes"
@@ -238,7 +242,7 @@ class _Reduction:
             parameter.grad.is_reduced = True
 
     def before_step(self, args: Any = (), kwargs: Any = None) -> Any:
-        """Reduce what is not reduced; check servers; return the arguments of LBFGS's step."""
+        """Reduce the remaining gradients; check servers; return the arguments of LBFGS's step."""
         if self.is_due:
             self.reduce()
         if self.served:
@@ -252,14 +256,14 @@ class _Reduction:
         return None
 
     def _agreed(self, loss: Any) -> Any:
-        """Return a loss reduced over all replicas, which decide by it, unless they agree."""
+        """Return a loss that is equal on all replicas, so that all make the same decisions."""
         sent = array_of(loss.detach()).reshape(1)
         losses = in_replica(lambda each: each.communicator.all_gather(sent, 0), self._strategy)
         equal = self.op is ReduceOp.MEAN or (losses == losses[0]).all()
         return loss.new_tensor(losses.mean() if equal else losses.sum())
 
     def after_step(self) -> None:
-        """Add what a step changed to the parameters on servers, and get their values."""
+        """Add the changes of a step to the parameters on servers, and get their new values."""
         if self.served:
             pairs = zip(self._pulled, self.parameters.values(), strict=True)
             changes = [array_of(old - new.detach()) for old, new in pairs]
@@ -282,7 +286,7 @@ def _lengths() -> list[int]:
 
 
 def _checked_gradient(name: str, parameter: Any) -> Any:
-    """Return the gradient of a parameter, or None; refuse what is not reduced."""
+    """Return the gradient of a parameter, or None; refuse gradients that cannot be reduced."""
     gradient, what = parameter.grad, f"DistributedOptimizer does not reduce: parameter {name}"
     if gradient is not None and gradient.layout is not torch.strided:
         raise NotImplementedError(f"{what} has a sparse gradient: make the layer dense.")
@@ -293,7 +297,7 @@ def _checked_gradient(name: str, parameter: Any) -> Any:
 
 
 def _note(reduction: weakref.ref[_Reduction], parameter: Any) -> None:
-    """Note that a backward pass has computed a gradient of an optimizer."""
+    """Record that a backward pass has computed a gradient of an optimizer."""
     task: int = torch._C._current_graph_task_id()
     if (me := reduction()) is None:
         return
@@ -303,13 +307,14 @@ def _note(reduction: weakref.ref[_Reduction], parameter: Any) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(end)
     reductions, summed = _passes[task]
     reductions[me.number] = reduction
-    if me.op is ReduceOp.SUM and id(parameter) not in summed:  # Another optimizer may have it too.
+    # Another optimizer may have the parameter too.
+    if me.op is ReduceOp.SUM and id(parameter) not in summed:
         summed.add(id(parameter))
         parameter.grad.add_(me.added.pop(id(parameter)), alpha=me.size() - 1)
 
 
 def _kept(reduction: weakref.ref[_Reduction], parameter: int, gradient: Any) -> None:
-    """Keep a gradient that is computed; only in a backward pass, it is then summed."""
+    """Keep a computed gradient; inside a backward pass, it is summed later."""
     if (me := reduction()) is not None:
         me.added[parameter] = gradient.detach()
 
@@ -322,13 +327,13 @@ def _end_pass(task: int) -> None:
 
 
 def replicate(make: Callable[[], Any]) -> Any:
-    """Return what a function makes, once for each replica, as a nest of `DistributedValues`.
+    """Return the results of a function, called once for each replica, as `DistributedValues`.
 
-    The nest is to be passed to `run`. What has a `state_dict` gets that of the first replica of the
-    job. PyTorch's random numbers go on as if the function had been called once.
+    Pass the result to `run`. Objects with a `state_dict` get the state of the job's first replica.
+    PyTorch's random numbers continue as if the function had been called once.
 
     Args:
-        make: returns a module, or a nest of modules, optimizers and schedulers.
+        make: a function that returns a module, or a nest of modules, optimizers and schedulers.
 
     >>> import ndistribute as nd
     >>> with nd.MirroredStrategy(["cpu:0", "cpu:1"]):
@@ -340,23 +345,24 @@ def replicate(make: Callable[[], Any]) -> Any:
     for _ in strategy.devices:
         torch.set_rng_state(start)
         made.append(make())
-    replicas = tree.regroup(made, DistributedValues)  # Workers that change keep these.
+    replicas = tree.regroup(made, DistributedValues)  # When the workers change, they keep these.
     parts = [[leaf for leaf in tree.flatten(each) if hasattr(leaf, "state_dict")] for each in made]
     _share_out(strategy, parts, 0)
     return replicas
 
 
 def broadcast(module: Any = None, optimizer: Any = None, root: int = 0) -> None:
-    """Give the state of one replica to all: parameters, buffers and state of an optimizer.
+    """Copy the state of one replica to all: parameters, buffers and an optimizer's state.
 
     Args:
-        module: the module; what `replicate` returned if this process has several replicas.
+        module: the module; if this process has several replicas, the result of `replicate`.
         optimizer: its optimizer, likewise.
-        root: the index of the replica whose state all get.
+        root: the index of the replica whose state all replicas get.
 
     Raises:
         ValueError: there is no replica `root`, or not one module for each replica.
-        RuntimeError: a module has other parameters than that of `root`; or called in a replica.
+        RuntimeError: a module has other parameters than the module of `root`, or this was called in
+            a replica.
 
     >>> broadcast(torch.nn.Linear(2, 1))
     """
@@ -369,7 +375,7 @@ def broadcast(module: Any = None, optimizer: Any = None, root: int = 0) -> None:
 
 
 def _share_out(strategy: Any, parts: Sequence[Sequence[Any]], root: int) -> None:
-    """Give all replicas the states of one; let elastic workers and servers have them."""
+    """Copy the states of one replica to all replicas, to elastic workers and to servers."""
     trained = [
         {id(p) for x in part if hasattr(x, "reduction") for p in x.reduction.parameters.values()}
         for part in parts
@@ -380,14 +386,14 @@ def _share_out(strategy: Any, parts: Sequence[Sequence[Any]], root: int) -> None
     states = HeldStates(parts)
     _held.update(dict.fromkeys(itertools.chain(*parts), states))
     strategy.note_state(states)
-    for column in zip(*parts, strict=True):  # The same thing on each replica.
+    for column in zip(*parts, strict=True):  # The same object of each replica.
         if isinstance(strategy, ParameterServerStrategy) and hasattr(column[0], "reduction"):
             with strategy.scope():
                 _serve([each.reduction for each in column])
 
 
 def _serve(reductions: Sequence[_Reduction]) -> None:
-    """Keep on servers the parameters of an optimizer, of which each replica has one."""
+    """Keep the parameters of an optimizer on servers; each replica has such an optimizer."""
     arrays, server = map(array_of, reductions[0].parameters.values()), SGD(1.0)
     served = list(map(Variable, arrays))
     for each in reductions:
@@ -396,7 +402,7 @@ def _serve(reductions: Sequence[_Reduction]) -> None:
 
 
 def _share(things: Sequence[Any], root: int) -> None:
-    """Give the states of one replica to all, each of which calls this."""
+    """Copy the states of one replica to all; every replica calls this."""
     replica: Any = get_replica_context()
     me, count = replica.replica_id_in_sync_group, replica.num_replicas_in_sync
     if not 0 <= root < count:
@@ -408,20 +414,21 @@ def _share(things: Sequence[Any], root: int) -> None:
 
 
 def takes(value: Any) -> bool:
-    """Return True if a nest has a tensor, so that its collectives are those of this module."""
+    """Return True if a nest has a tensor, so that this module makes its collectives."""
     return any(isinstance(leaf, torch.Tensor) for leaf in tree.flatten(value))
 
 
 def all_reduce(op: Any, value: Any, options: CommunicationOptions | None = None) -> Any:
     """Return tensors reduced over all replicas; gradients flow back through SUM and MEAN.
 
-    With this module imported, `ReplicaContext.all_reduce` calls it for tensors. Outside of
-    replicas it takes a step of its own, if this process has one replica.
+    Once this module is imported, `ReplicaContext.all_reduce` calls this for tensors. If this
+    process has one replica, it may also be called outside of replicas, and then runs a separate
+    step.
 
     Args:
         op: a `ReduceOp`, or its name in any case.
         value: a tensor or a nest of tensors, arrays and numbers, with the same shapes everywhere.
-        options: how long to wait.
+        options: `CommunicationOptions`; only the timeout is used.
 
     >>> all_reduce("sum", torch.ones(2, requires_grad=True))
     tensor([1., 1.], grad_fn=<_AllReduceBackward>)
@@ -433,7 +440,7 @@ def all_reduce(op: Any, value: Any, options: CommunicationOptions | None = None)
 def all_gather(value: Any, axis: int = 0, options: CommunicationOptions | None = None) -> Any:
     """Return the tensors of all replicas, concatenated in replica order; gradients flow back.
 
-    With this module imported, `ReplicaContext.all_gather` calls it for tensors.
+    Once this module is imported, `ReplicaContext.all_gather` calls this for tensors.
 
     Args:
         value: a tensor or a nest of tensors, arrays and numbers.
@@ -452,7 +459,7 @@ def all_gather(value: Any, axis: int = 0, options: CommunicationOptions | None =
 
 
 def _over_tensors(value: Any, call: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
-    """Return a nest with the results of a function of its leaves, which it gets as tensors."""
+    """Return a nest with the results of a function of its leaves, which are passed as tensors."""
     leaves = tree.flatten(value)
     sent = [each if takes(each) else tensor_of(as_array(each)) for each in leaves]
     pairs = zip(leaves, call(sent), strict=True)
@@ -460,7 +467,7 @@ def _over_tensors(value: Any, call: Callable[[Sequence[Any]], Sequence[Any]]) ->
 
 
 class _AllReduce(torch.autograd.Function):  # type: ignore[misc]
-    """An all-reduce, whose gradient is one."""
+    """An all-reduce, whose gradient is an all-reduce too."""
 
     @staticmethod
     def forward(ctx: Any, op: ReduceOp, options: Any, *tensors: Any) -> tuple[Any, ...]:
@@ -476,7 +483,7 @@ class _AllReduce(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _AllGather(torch.autograd.Function):  # type: ignore[misc]
-    """Concatenation along the first axis, whose gradient is a part of the sum."""
+    """Concatenation along the first axis; its gradient is this replica's part of the sum."""
 
     @staticmethod
     def forward(ctx: Any, options: Any, *tensors: Any) -> tuple[Any, ...]:
@@ -503,11 +510,11 @@ guests.append(sys.modules[__name__])
 def synchronize_batch_norm(module: Any) -> Any:
     """Return a module whose layers of batch normalisation use the statistics of all replicas.
 
-    The module is changed in place; layers keep parameters and buffers. While they train, each one
-    makes an all-gather in the forward pass and an all-reduce in the backward pass.
+    The module is changed in place; its layers keep their parameters and buffers. In training mode,
+    each layer makes an all-gather in the forward pass and an all-reduce in the backward pass.
 
     Raises:
-        TypeError: a layer is lazy, so its parameters are not made yet.
+        TypeError: a layer is lazy, so its parameters do not exist yet.
 
     >>> synchronize_batch_norm(torch.nn.BatchNorm1d(2))
     BatchNormOverReplicas(2, ...)
@@ -556,9 +563,9 @@ class BatchNormOverReplicas(torch.nn.modules.batchnorm._BatchNorm):  # type: ign
 
 
 def in_replica(call: Callable[[ReplicaContext], Any], made_in: Any = None) -> Any:
-    """Return what a function of this replica's context returns, outside in a step of its own.
+    """Return the result of a function of this replica's context; outside, run a step for it.
 
-    That is a step of the current strategy, or, outside of any, of `made_in`.
+    The step runs under the current strategy, or, if there is none, under `made_in`.
     """
     frame = current_frame()
     if frame.replica is not None:
@@ -567,19 +574,19 @@ def in_replica(call: Callable[[ReplicaContext], Any], made_in: Any = None) -> An
     if (count := len(strategy.devices)) > 1:
         what = f"outside of replicas, and this process has {count} of {strategy!r}"
         raise RuntimeError(f"tensors were reduced {what}: call backward() in the function of run.")
-    results: list[Any] = []  # `run` would convert them.
+    results: list[Any] = []  # `run` would convert the tensors.
     strategy.run(lambda: results.append(call(get_replica_context())))  # type: ignore[arg-type]
     return results[-1]
 
 
 def _strategy_of(made_in: Any) -> Any:
-    """Return the current strategy, or `made_in` outside of any; refuse if that is ambiguous."""
+    """Return the current strategy, or else `made_in`; raise an error if that is ambiguous."""
     strategy: Any = get_strategy()
     if strategy.is_default and made_in is not None:
         strategy = made_in
     others = strategies_of_several() if strategy.is_default else []
     for other in others:
-        if not other._refusal:  # It is open.
+        if not other._refusal:  # It is still open.
             what = f"this is outside the scope of {other!r}, so tensors would not be reduced"
             raise RuntimeError(f"{what}: make the optimizer in its scope, or train in its run.")
     return strategy

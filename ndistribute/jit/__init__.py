@@ -1,1 +1,1 @@
-"""Compiled steps: NumPy code that XLA compiles, see `ndistribute.function` and `TPUStrategy`."""
+"""Compiled steps: XLA compiles NumPy code; see `ndistribute.function` and `TPUStrategy`."""

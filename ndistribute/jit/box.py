@@ -1,10 +1,9 @@
-"""`Box`: an array of a compiled step, which behaves as a NumPy array that can be written.
+"""`Box`: an array of a compiled step that behaves like a writable NumPy array.
 
-JAX's arrays cannot change. A box holds one, and replaces it when the box is written, so that code
-for NumPy's arrays runs while a step is traced: operators in place, ``out=``, ``ufunc.at``, and
-views that write through to the array they are part of. Results have NumPy's dtypes. A box has no
-values before the compiled step runs, so whatever needs them raises an error that names the user's
-line.
+JAX's arrays cannot change. A box holds a JAX array, and replaces it when the box is written. So
+code for NumPy's arrays runs while a step is traced: operators in place, ``out=``, ``ufunc.at``, and
+views that write through to their base. Results have NumPy's dtypes. A box has no values before the
+compiled step runs, so code that needs them raises an error that names the user's line.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
 
     Args:
         value: JAX's value.
-        base: the box of which this one is a view; None: it holds the value itself.
-        view: how it is a part of its base.
-        refusal: why it cannot be written; None: it can.
+        base: the box of which this box is a view; None means that this box holds the value.
+        view: the part of the base that this box is.
+        refusal: why the box cannot be written; None means that it can.
     """
 
     __slots__ = (
@@ -60,17 +59,19 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
         "__weakref__",
     )
     __array_priority__ = 500.0
-    on_device = True  # For `ndistribute.devices`.
+    on_device = True  # `ndistribute.devices` reads this.
 
     def __init__(
         self, value: Any, base: Box | None = None, view: Any = None, refusal: str | None = None
     ) -> None:
         self._value, self.base, self._view, self.refusal = value, base, view, refusal
-        self._seen: Any = None if base is None else base.value  # The base that gave the value.
+        # The value of the base from which this value was read.
+        self._seen: Any = None if base is None else base.value
         self._trace = trace = current_trace()
-        self.level = None if trace is None else trace.level  # The branch or loop that made it.
-        self.is_checked = False  # Whether its values are known to be valid indices.
-        self._order: Any = ()  # The `layout` that NumPy gave it after an operand; () is that of C.
+        # The branch or loop that made this box.
+        self.level = None if trace is None else trace.level
+        self.is_checked = False  # Whether the values are known to be valid indices.
+        self._order: Any = ()  # The `layout` that NumPy derives from an operand; () means C order.
 
     @property
     def value(self) -> Any:
@@ -106,7 +107,7 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
 
     @property
     def layout(self) -> Any:
-        """An array without values, with the order of the elements in NumPy's memory, if known."""
+        """An array without values that has the memory order of NumPy's array, if it is known."""
         if self.base is not None:
             layout = self.base.layout
             return None if layout is None else self._view.layout(layout)
@@ -115,7 +116,7 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
         return self._order
 
     def follow_order(self, layout: Any) -> None:
-        """Have the order of the elements in memory that an operand has; None: it is not known."""
+        """Use the memory order of an operand; None means that the order is not known."""
         self._order = None if layout is None else np.empty_like(layout)
 
     flat = _assignable(lambda self: self._part(View(np.ravel, (), {})), "The elements, a view.")
@@ -162,7 +163,8 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
     def __setitem__(self, index: Any, value: Any) -> None:
         raw, old = _raw_index(index, self.shape), self.value
         if not isinstance(value, Box):
-            value = Box(np.asarray(_raw(value), self.dtype))  # An error if it does not fit.
+            # This raises an error if it does not fit.
+            value = Box(np.asarray(_raw(value), self.dtype))
         elif value.dtype.kind == "c" and self.dtype.kind != "c":
             raise TypeError(f"a complex value cannot be written to an array of {self.dtype}.")
         new = jax_module().numpy.asarray(value.value).astype(self.dtype)
@@ -184,7 +186,7 @@ class Box(ArrayMethods, NDArrayOperatorsMixin):
     __copy__ = copy
 
     def __pow__(self, other: Any) -> Any:
-        if type(other) is int and other == 2:  # NumPy does the same, whose squares of bool differ.
+        if type(other) is int and other == 2:  # NumPy does the same; its squares of bool differ.
             return self._call(np.square, (self,), {})
         return self._call(np.power, (self, other), {})
 
@@ -267,7 +269,7 @@ def call(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _store(target: Any, new: Any, where: Any = True, casting: str = "same_kind") -> None:
-    """Write a value of JAX to an array, where a condition holds."""
+    """Write a JAX value to an array where a condition holds."""
     if not isinstance(target, Box):
         refuse_outside(target)
     _check_cast(new.dtype, target.dtype, casting)
@@ -285,7 +287,7 @@ def _result(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if isinstance(function, np.ufunc):
         return _ufunc(function, args, kwargs)
     if function in _SPLITTING:
-        return function._implementation(*args, **kwargs)  # It slices its argument.
+        return function._implementation(*args, **kwargs)  # The function slices its argument.
     if function in VIEWING and isinstance(args[0], Box):
         if len(args) > 1 and function in _AT_LEAST:
             return tuple(function(arg) for arg in args)
@@ -301,7 +303,7 @@ def _result(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _rearranged(function: Any, source: Box, args: Sequence[Any], kwargs: dict[str, Any]) -> Box:
-    """Return the result of a function that gives a view of its argument, or a copy."""
+    """Return the result of a function that returns a view or a copy of its argument."""
     kwargs = {name: v for name, v in kwargs.items() if name not in ("copy", "subok")}
     if source.ndim > 1 and not {"A", "K"}.isdisjoint(map(str, (*args, *kwargs.values()))):
         refuse(function, "the order in memory decides its result: pass order='C' or 'F'")
@@ -317,7 +319,7 @@ def _rearranged(function: Any, source: Box, args: Sequence[Any], kwargs: dict[st
 
 
 def _like_operands(result: Any, operands: Sequence[Any], elementwise: bool = True) -> Any:
-    """Return results that have the order in memory of their operands, where NumPy keeps it."""
+    """Return results in the memory order of their operands, where NumPy keeps that order."""
     results = [box for box in _boxes(result) if box.ndim > 1]
     sources = [(x.shape, x.layout) for x in _boxes(operands) if x.ndim > 1] if results else []
     for box in results:
@@ -338,7 +340,7 @@ def _is_reordered(layout: Any) -> bool:
 
 
 def _check_taken(x: Any, indices: Any, axis: Any = None, out: Any = None, mode: Any = None) -> None:
-    """Check the indices of `np.take` and `np.take_along_axis`, of which JAX makes NaN."""
+    """Check the indices of `np.take` and `np.take_along_axis`: for wrong ones, JAX returns NaN."""
     if mode not in ("clip", "wrap"):
         _raw_index(indices, (np.shape(x)[axis] if isinstance(axis, int) else np.size(x),))
 
@@ -364,7 +366,7 @@ def _ufunc(ufunc: Any, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 @functools.lru_cache(4096)
 def _dtypes(ufunc: Any, kinds: tuple[Any, ...], dtype: Any) -> tuple[np.dtype[Any], ...]:
-    """Return the dtypes in which NumPy computes, of the inputs and of the results."""
+    """Return the dtypes that NumPy uses for the inputs and the results."""
     options: Any = {"casting": "same_kind"}
     if dtype is not None:
         options["signature"] = (None,) * ufunc.nin + (dtype,) * ufunc.nout
@@ -416,7 +418,7 @@ def _cast(x: Any, dtype: Any, copy: bool = True, casting: str = "unsafe", **kwar
     _check_cast(x.dtype, dtype, casting)
     value = x.value.real if x.dtype.kind == "c" and dtype.kind not in "cb" else x.value
     if x.dtype.kind == "f" and dtype.kind in "iu" and dtype.itemsize < 4:
-        value = _strong(value, np.dtype(np.int32))  # Which wraps around, as in NumPy.
+        value = _strong(value, np.dtype(np.int32))  # The cast wraps around, as in NumPy.
     made = Box(_strong(value, dtype))
     if x.dtype.kind in "iu" and np.can_cast(x.dtype, dtype) and dtype.kind in "iu":
         current_trace().follow(x.value, made.value)
@@ -428,14 +430,14 @@ def _strong(value: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def value_of(value: Any) -> Any:
-    """Return JAX's value of a box, of what has one as its array, or of a constant."""
+    """Return JAX's value of a box, of an object whose array is a box, or of a constant."""
     jax = jax_module()
     is_raw = isinstance(value, (jax.Array, *_PYTHON))
     return jax.numpy.asarray(value if is_raw else _raw(as_array(value)))
 
 
 def boxed(result: Any) -> Any:
-    """Return a nest of JAX's values as boxes with dtypes of their own."""
+    """Return a nest of JAX's values as boxes with the values' dtypes."""
     jax = jax_module()
 
     def box(leaf: Any) -> Any:
@@ -452,7 +454,7 @@ def _raw(value: Any) -> Any:
         return value.value
     if isinstance(value, np.ndarray) and value.ndim:
         current_trace().use_outside(value)
-        return value.copy()  # JAX would keep it alive.
+        return value.copy()  # JAX would keep the array alive.
     return value
 
 
@@ -471,7 +473,7 @@ def _is_basic(index: Any) -> bool:
 
 
 def _raw_index(index: Any, shape: tuple[int, ...]) -> Any:
-    """Return an index as JAX takes it; indices that are computed are checked when the step runs."""
+    """Return an index for JAX; computed indices are checked when the step runs."""
     parts = list(index) if isinstance(index, tuple) else [index]
     axis, known = 0, list(parts)
     for k, part in enumerate(parts):
@@ -491,12 +493,12 @@ def _raw_index(index: Any, shape: tuple[int, ...]) -> Any:
             axis = len(shape) - sum(p is not None for p in parts[k + 1 :])
         elif part is not None:
             axis += np.ndim(parts[k]) if _is_mask(parts[k]) else 1
-    np.broadcast_to(_ANY, shape)[tuple(known)]  # NumPy raises its errors, and JAX has none.
+    np.broadcast_to(_ANY, shape)[tuple(known)]  # NumPy raises its errors here; JAX has none.
     return tuple(parts) if isinstance(index, tuple) else parts[0]
 
 
 class _Namespace:
-    """NumPy's functions, of which those that make arrays make boxes."""
+    """NumPy's functions; those that create arrays create boxes."""
 
     def __getattr__(self, name: str) -> Any:
         known = getattr(np, name)
@@ -504,7 +506,7 @@ class _Namespace:
 
 
 def _make(function: Any, first: Any, *args: Any, **kwargs: Any) -> Box:
-    if isinstance(first, Box):  # Of `asarray` and `ascontiguousarray`.
+    if isinstance(first, Box):  # In `asarray` and `ascontiguousarray`.
         dtype = args[0] if args else kwargs.get("dtype", first.dtype)
         return first.astype(dtype, copy=False)  # type: ignore[no-any-return]
     function = np.zeros if function is np.empty else function

@@ -1,4 +1,4 @@
-"""`cond` and `while_loop`: branches and loops that depend on values, compiled and plain."""
+"""`cond` and `while_loop`: branches and loops that depend on values, in compiled or plain steps."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ def cond(
 ) -> Any:
     """Return what one of two functions returns, depending on a condition.
 
-    In a compiled step both are compiled, and the step runs one. They may read variables and arrays
-    from around them, and write to none; what they return has the same shapes and dtypes.
+    In a compiled step both functions are compiled, and the step runs one of them. They may read
+    variables and arrays from outside, but must not write to them. Their results must have the same
+    shapes and dtypes.
 
     Args:
         pred: a boolean, or an array of one.
         true_fn: called with the operands if the condition holds.
         false_fn: called with them otherwise.
-        operands: arrays.
+        operands: the arrays that are passed to the function.
 
     Raises:
         TracingError: in a compiled step, if the branches differ, or a tape records.
@@ -52,11 +53,12 @@ def cond(
 def while_loop(
     cond_fn: Callable[..., Any], body_fn: Callable[..., Any], loop_vars: Any
 ) -> tuple[Any, ...]:
-    """Return the loop's variables after a body was called as long as a condition holds.
+    """Return the loop's variables after calling a body as long as a condition holds.
 
     Args:
-        cond_fn: called with the variables; returns a boolean.
-        body_fn: called with them; returns their new values, of the same shapes and dtypes.
+        cond_fn: a function of the variables that returns a boolean.
+        body_fn: a function of the variables that returns their new values, of the same shapes and
+            dtypes.
         loop_vars: a sequence of arrays and numbers.
 
     Raises:
@@ -79,7 +81,7 @@ def while_loop(
     def step(carried: Any) -> Any:
         values, held = carried
         new, now = body(*values)
-        return new, held & now & test(*new)[1]  # The condition has checks, too.
+        return new, held & now & test(*new)[1]  # The condition has checks too.
 
     start = tuple(map(value_of, state))
     try:

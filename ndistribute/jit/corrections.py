@@ -1,7 +1,7 @@
-"""JAX's functions with the dtypes, the orders and the errors of NumPy's.
+"""JAX's functions, corrected to give NumPy's dtypes, memory orders and errors.
 
-They take and give JAX's values. A function that differs from NumPy's is corrected here, or refused
-with the line of the user's code that calls it.
+The functions take and return JAX's values. A function that differs from NumPy's is corrected here,
+or refused with an error that names the user's line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ndistribute.jit.refusals import refuse
 from ndistribute.numpy_functions import cast
 
 _NUMBERS = (bool, int, float, complex)
-# Functions whose array arguments NumPy converts to one dtype first; JAX has other rules.
+# NumPy first converts the array arguments of these functions to one dtype; JAX has other rules.
 _PROMOTING = frozenset(
     getattr(np, name)
     for name in (
@@ -41,7 +41,7 @@ _IN_MEMORY = frozenset("casting copy kind order subok".split())
 
 
 def computed(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the result of a function of NumPy that is no ufunc, for JAX's values."""
+    """Return the result of a NumPy function that is not a ufunc, for JAX's values."""
     options = {name: value for name, value in kwargs.items() if name not in _IN_MEMORY}
     known, args = of_jax(function), _promoted(function, args)
     if function in _OF_VALUES and np.dtype(args[0].dtype).kind != "c":
@@ -65,7 +65,7 @@ def computed(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _in_dtypes_of_numpy(
     function: Any, known: Callable[..., Any], result: Any, args: Any, options: dict[str, Any]
 ) -> Any:
-    """Return a result in which floats of integers have 64 bits, and so have indices."""
+    """Return a result in which indices, and floats computed from integers, have 64 bits."""
     arrays = (np.ndarray, np.generic, jax_module().Array)
     dtypes = {np.dtype(leaf.dtype) for leaf in tree.flatten(args) if isinstance(leaf, arrays)}
     if options.get("dtype") is not None or not dtypes or type(result) is np.dtype:
@@ -89,13 +89,13 @@ def _index(leaf: Any) -> Any:
 
 
 def _widened(value: Any) -> Any:
-    """Return integers with the 64 bits in which NumPy adds them."""
+    """Return integers in 64 bits, because NumPy adds them so."""
     kind = np.dtype(value.dtype).kind
     return value.astype(np.uint64 if kind == "u" else np.int64) if kind in "biu" else value
 
 
 def _clip(x: Any, a_min: Any = None, a_max: Any = None, **named: Any) -> Any:
-    """Return the result of `np.clip`, in which bounds that are numbers fit the array's dtype."""
+    """Return the result of `np.clip`; bounds that are numbers get the array's dtype."""
     bounds = {"min": a_min, "max": a_max}
     bounds |= {name.removeprefix("a_"): bound for name, bound in named.items()}
     dtype = np.dtype(getattr(x, "dtype", bool))
@@ -107,7 +107,7 @@ def _clip(x: Any, a_min: Any = None, a_max: Any = None, **named: Any) -> Any:
 
 
 def _check_factors(function: Any, args: Any, result: Any) -> None:
-    """Raise NumPy's error when the program has run, if a matrix had no inverse or factor."""
+    """Raise NumPy's error after the program has run if a matrix had no inverse or factor."""
     numpy = jax_module().numpy
     held = numpy.isfinite(result).all()
     for arg in args[:2]:
@@ -143,7 +143,7 @@ def _promoted(function: Any, args: Any) -> Any:
 
 
 def kind_of(value: Any) -> Any:
-    """Return the dtype of a value, or Python's type for a number that takes that of the others."""
+    """Return the dtype of a value, or the type of a Python number, which adopts other dtypes."""
     if getattr(value, "weak_type", False):
         return {"f": float, "i": int, "c": complex}.get(np.dtype(value.dtype).kind, value.dtype)
     kind = type(value)
@@ -153,7 +153,7 @@ def kind_of(value: Any) -> Any:
 
 
 def divided(ufunc: Any, values: Sequence[Any], result: Any) -> Any:
-    """Return a ufunc's result in which integers divided by zero are zero, as NumPy's are."""
+    """Return a ufunc's result in which integers divided by zero are zero, as in NumPy."""
     numpy = jax_module().numpy
     if ufunc is np.modf:  # JAX gives NaN as the fraction of an infinite number.
         return numpy.where(numpy.isinf(values[0]), 0.0, result[0]), result[1]
@@ -178,7 +178,7 @@ def of_jax(function: Any) -> Any:
             known = jax.numpy if path[0] == "np" else jax.scipy
             for name in path[1:]:
                 known = getattr(known, name, None)
-            if path[0] == "scipy" and known is None:  # Some of NumPy's are there, too.
+            if path[0] == "scipy" and known is None:  # Some of NumPy's functions are there too.
                 known = getattr(jax.numpy, path[-1], None)
     if known is None:
         refuse(function, "JAX has no such function")

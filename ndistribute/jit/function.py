@@ -1,4 +1,4 @@
-"""`function`: a decorator that compiles a function of NumPy code by XLA, under any strategy."""
+"""`function`: a decorator that compiles NumPy code with XLA, under any strategy."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ from ndistribute.jit.refusals import refuse_recording
 
 
 class Function:
-    """A function that XLA compiles for each shape of its arguments; see `function`."""
+    """A function that XLA compiles once for each shape of its arguments; see `function`."""
 
     def __init__(self, python_function: Callable[..., Any]) -> None:
         if not callable(python_function):
             raise TypeError(f"function needs a function, got {python_function!r}.")
         functools.update_wrapper(self, python_function)
         self.python_function = python_function
-        self._attribute = ""  # The name in a class.
-        self._compilers: WeakKeyDictionary[Any, Compiler] = WeakKeyDictionary()  # By replica.
+        self._attribute = ""  # The name of the attribute if it is a method.
+        # The compilers, by replica.
+        self._compilers: WeakKeyDictionary[Any, Compiler] = WeakKeyDictionary()
 
     @property
     def compilations(self) -> list[Compilation]:
-        """The shapes of the arguments and the seconds of each compilation so far."""
+        """The compilations so far: the shapes of the arguments, and the seconds each took."""
         return [made for each in self._compilers.values() for made in each.compilations]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of the function, compiled."""
+        """Return the result of the compiled function."""
         if current_trace() is not None:
-            return self.python_function(*args, **kwargs)  # It becomes a part of that program.
+            # The function becomes a part of that program.
+            return self.python_function(*args, **kwargs)
         refuse_recording(repr(self), "open the tape in the function")
         replica = _replica()
         compiler = self._compilers.get(replica)
@@ -50,11 +52,11 @@ class Function:
         self._attribute = name
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """Return a method, which is compiled for each object."""
+        """Return the method of an object; it is compiled for each object."""
         if instance is None:
             return self
         method = Function(self.python_function.__get__(instance))
-        vars(instance)[self._attribute] = method  # From now on it is found there.
+        vars(instance)[self._attribute] = method  # From now on, Python finds it there.
         return method
 
     def __repr__(self) -> str:
@@ -68,18 +70,21 @@ def _replica() -> ReplicaContext:
 def function(python_function: Callable[..., Any]) -> Any:
     """Return a function that computes the same, compiled by XLA for each shape of its arguments.
 
-    With one replica it may be a whole step, with variables, tapes and an optimizer. With several,
-    each replica calls it for itself, so it has no collectives: compile the loss and its gradients.
-    Code that is not about arrays runs while the function is traced, and not in later calls.
+    With one replica, the function may be a whole step, with variables, tapes and an optimizer. With
+    several replicas, each calls it separately, so it must not contain collectives: compile the loss
+    and its gradients. Code that does not compute with arrays runs only while the function is
+    traced, and not in later calls.
 
     Args:
-        python_function: computes with NumPy's functions. Arrays are its inputs; other arguments,
-            such as Python numbers, are constants: other values compile it again, and so do others
-            of what is around the function. An array around it, a global or of a closure, is a
-            constant too, and a call raises if it has changed; read-only arrays are not looked at.
+        python_function: a function that computes with NumPy's functions. Arrays are its inputs.
+            Other arguments, such as Python numbers, are constants: another value compiles the
+            function again. So does a change of the globals, closure variables and attributes that
+            it reads. A global or closure variable that is an array is a constant too, and a call
+            raises an error if it has changed; read-only arrays are not checked.
 
     Raises:
-        TracingError: at a call, if the function does what only plain code can; it says where.
+        TracingError: at a call, if the function does something that only plain code can do; the
+            message names the line.
         MissingDependencyError: at a call, if JAX is not installed.
 
     >>> import numpy as np

@@ -1,7 +1,7 @@
-"""What tells a function of a compiled step from others, and a constant in its arguments.
+"""Keys that identify the function of a compiled step, and the constants in its arguments.
 
-A program keeps what the code of its step has read from around it: numbers, settings, functions, and
-which objects there are. So the key of a step is all of that, as it is at each call.
+A program contains what the code of its step read from outside: numbers, settings, functions, and
+which objects exist. So the key of a step consists of all that, as it is at each call.
 """
 
 from __future__ import annotations
@@ -26,28 +26,30 @@ _PLAIN = (str, bytes, int, float, complex, types.NoneType)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _VALUES = (*_PLAIN, np.ndarray, np.generic, PerReplica)
 _CONTAINERS = (tuple, list, set, frozenset, dict)
-_MOST_ITEMS = 64  # Of a container; of a longer one, only the length counts.
+# The longest container whose items count; of a longer container, only the length counts.
+_MOST_ITEMS = 64
 _MOST_KNOWN = 64
-_PROGRESS = {"built", "stop_training"}  # Of layers and models, on which no result depends.
-_UNNAMED = {"__call__", "call"}  # The methods that are called without their names.
+# Attributes of layers and models on which no result depends.
+_PROGRESS = {"built", "stop_training"}
+_UNNAMED = {"__call__", "call"}  # The methods that Python calls without their names in the code.
 _READS_GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME"}
 _READS_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}
 
 
 class Identities:
-    """Keys that are equal for functions of one code with the same things around them.
+    """Keys that are equal for functions with the same code and the same surroundings.
 
-    A key has what the code reads, and the code of the functions that it calls: globals, what
-    closures contain, and attributes of objects. Plain values, containers and settings of layers
-    are told apart by their values, other things by what they are. They are looked at anew only if
-    some of them may have changed.
+    A key contains the code, the code of the functions that it calls, and what they read: globals,
+    closure variables, and attributes of objects. Plain values, containers and settings of layers
+    are compared by value, other objects by identity. They are read again only if some of them may
+    have changed.
     """
 
     def __init__(self) -> None:
         self._known: OrderedDict[Any, _Look] = OrderedDict()
 
     def of(self, function: Any, arguments: Any = ()) -> Any:
-        """Return the key of a function, and of the objects among the arguments of a call."""
+        """Return the key of a function and of the objects among the arguments of a call."""
         objects = [leaf for leaf in tree.flatten(arguments) if not isinstance(leaf, _VALUES)]
         place = tuple(map(_place, (function, *objects)))
         known = self._known.get(place)
@@ -59,26 +61,27 @@ class Identities:
 
 
 class _Look:
-    """A look at things, and at what their code leads to; each thing is visited once."""
+    """A walk over objects and everything that their code reads; each object is visited once."""
 
     def __init__(self, things: Iterable[Any]) -> None:
         self._things = things
-        self._parts: list[Any] = []  # Of the key.
-        self._seen: dict[int, Any] = {}  # By id, and so they live as long as this.
-        self._names = set(_UNNAMED)  # Of the attributes that the code reads.
-        self._objects: list[tuple[Any, set[str]]] = []  # With the names that were looked up.
+        self._parts: list[Any] = []  # The parts of the key.
+        self._seen: dict[int, Any] = {}  # By id, so the objects live as long as this walk.
+        self._names = set(_UNNAMED)  # The names of the attributes that the code reads.
+        # The objects, with the names that were looked up in them.
+        self._objects: list[tuple[Any, set[str]]] = []
         self._reads: list[tuple[Callable[[], Iterable[Any]], tuple[Any, ...]]] = []
         for thing in things:
             self._visit(thing)
         while any(len(known) < len(self._names) for _, known in self._objects):
-            for thing, known in self._objects:  # This list and the names may grow.
+            for thing, known in self._objects:  # This list and the names may grow during the loop.
                 fresh = self._names - known
                 known.update(fresh)
                 self._attributes(thing, fresh)
         self.key = tuple(self._parts)
 
     def is_current(self) -> bool:
-        """Return whether everything that was read is there still; equal things may be new."""
+        """Return whether all objects that were read are still there; new ones count as changes."""
         for read, before in self._reads:
             now = tuple(read())
             if len(now) != len(before) or not all(map(operator.is_, now, before)):
@@ -96,7 +99,7 @@ class _Look:
         elif isinstance(thing, types.MethodType):
             self._visit(thing.__func__)
             self._visit(thing.__self__)
-        elif is_device_array(thing):  # A trace has left it there.
+        elif is_device_array(thing):  # A trace has left this object there.
             self._parts.append(None)
         elif id(thing) in self._seen:
             self._parts.append(_Same(thing))
@@ -135,7 +138,7 @@ class _Look:
             self._object(part)
 
     def _watch(self, container: Any) -> None:
-        """Read the items of a container, and of those in it, which are no part of the key."""
+        """Watch the items of a container, and of containers in it; they are not part of the key."""
         values = container.values if isinstance(container, dict) else container.__iter__
         for value in self._read(values):
             if isinstance(value, list | tuple | dict) and len(value) <= _MOST_ITEMS:
@@ -144,9 +147,10 @@ class _Look:
     def _object(self, thing: Any) -> None:
         self._objects.append((thing, set()))
         if not isinstance(thing, type | types.ModuleType) and not _is_users(type(thing)):
-            held = getattr(thing, "__dict__", {})  # Its code calls the functions that it holds.
+            held = getattr(thing, "__dict__", {})  # The code calls the functions in the container.
             names = [name for name, value in held.items() if isinstance(value, _FUNCTIONS)]
-            names = [name for name in names if name != "learning_rate"]  # No part of a program.
+            # This is not part of a program.
+            names = [name for name in names if name != "learning_rate"]
             self._visit_all(self._read(functools.partial(map, held.get, names)))
 
     def _visit_all(self, things: Iterable[Any]) -> None:
@@ -188,7 +192,7 @@ def _slot(thing: Any, name: str) -> tuple[Any]:
 
 
 def _function_of(value: Any) -> Any:
-    """Return the function in a descriptor of a class, or the value if it is something else."""
+    """Return the function in a descriptor of a class, or any other value unchanged."""
     if isinstance(value, property):
         return value.fget
     if isinstance(value, staticmethod | classmethod):
@@ -205,7 +209,7 @@ def _place(thing: Any) -> Any:
 
 @functools.lru_cache(1024)
 def _names_of(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Return the names of globals and of attributes that a code reads, and the code inside it."""
+    """Return the names of globals and attributes that a code object reads, and its inner code."""
     names: dict[str, None] = {}
     attributes: set[str] = set()
     for instruction in dis.get_instructions(code):
@@ -222,7 +226,7 @@ def _names_of(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
 
 
 def _is_users(thing: Any) -> bool:
-    """Return whether a function, a class or a module is the user's, and not that of a package."""
+    """Return whether a function, class or module is the user's, and not part of a package."""
     code = getattr(getattr(thing, "__func__", thing), "__code__", None)
     if code is not None:
         return is_user_file(code.co_filename)
@@ -235,7 +239,7 @@ def _is_users(thing: Any) -> bool:
 
 
 def _content(cell: Any) -> Any:
-    """Return what a cell of a closure contains; None if it is not assigned yet."""
+    """Return the content of a cell of a closure; None if it is not assigned yet."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -243,8 +247,8 @@ def _content(cell: Any) -> Any:
 
 
 def constant_key(leaf: Any) -> Any:
-    """Return what tells a constant of a program from others: its value, or itself."""
-    if isinstance(leaf, float | complex):  # 0.0 equals -0.0, and NaN not itself.
+    """Return the key of a constant of a program: its value, or its identity."""
+    if isinstance(leaf, float | complex):  # 0.0 equals -0.0, and NaN does not equal itself.
         return type(leaf), repr(leaf)
     if isinstance(leaf, str | bytes | int | None):
         return type(leaf), leaf
@@ -252,7 +256,7 @@ def constant_key(leaf: Any) -> Any:
 
 
 class _Same:
-    """A key for an object that equals itself only."""
+    """A key for an object, which equals only the key of the same object."""
 
     def __init__(self, thing: Any) -> None:
         self.thing = thing

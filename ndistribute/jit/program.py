@@ -1,10 +1,10 @@
 """`Compiler`: functions that XLA compiles once for each shape of their arguments, and runs.
 
 The first call with arguments of new shapes traces the function until all variables that it reads
-and makes are known. Then it is traced as a program twice, because a value that differs between two
-traces, such as a random number or the time, would be the same in all later calls, and is refused.
-The program takes the states of the variables and gives new ones, in the same memory where it can.
-It is one program for all devices, in which each replica has its part of the states.
+and creates are known. Then it is traced twice as a program. A value that differs between the two
+traces, such as a random number or the time, is refused, because it would be the same in all later
+calls. The program takes the states of the variables and returns new states, in the same memory
+where possible. It is one program for all devices, and each replica has its part of the states.
 """
 
 from __future__ import annotations
@@ -37,26 +37,27 @@ from ndistribute.jit.trace import EMPTY, Check, StepTrace, checksum
 from ndistribute.jit.traced_backend import AXIS
 from ndistribute.values import PerReplica
 
-_MOST_TRACES = 6  # Of one program, until it has found all variables twice.
-_MANY = (8, 64)  # Compilations of one function, of which a warning tells.
-# XLA then copies no variable that a program reads before it writes to the same memory.
+# The maximum number of traces of one program, until it has found all variables twice.
+_MOST_TRACES = 6
+_MANY = (8, 64)  # The numbers of compilations of a function at which a warning is logged.
+# With this, XLA does not copy a variable that a program reads before it writes to the same memory.
 _OPTIONS = {"xla_cpu_copy_insertion_use_region_analysis": True}
 _PASSED = "is an argument, which a compiled step cannot change for its caller: change a copy of it"
 _log = logging.getLogger("ndistribute")
 
 
 class Compilation(NamedTuple):
-    """A compilation: the shapes of the arguments, and the seconds until the first result."""
+    """The shapes of a compilation's arguments, and the seconds until its first result."""
 
     arguments: str
     seconds: float
 
 
 class Devices:
-    """The devices of JAX on which programs run, one for each replica of all processes.
+    """The JAX devices on which programs run, one for each replica of all processes.
 
     Args:
-        devices: JAX's; None: the first one of this process.
+        devices: JAX's devices; None means the first device of this process.
     """
 
     def __init__(self, devices: Sequence[Any] | None = None) -> None:
@@ -70,12 +71,12 @@ class Devices:
         self.same_steps = None if self.is_local else SameSteps(self.all)
 
     def spec(self, axis: int | None) -> Any:
-        """Return where an array lies: on all devices, or divided along an axis (-1: the first)."""
+        """Return where an array is: on all devices, or divided along an axis (-1: the first)."""
         parts = () if axis is None else (None,) * max(axis, 0) + (AXIS,)
         return jax_module().sharding.PartitionSpec(*parts)
 
     def place(self, parts: Sequence[Array], axis: int | None) -> Any:
-        """Return one of JAX's arrays of the values of this process's replicas."""
+        """Return a JAX array of the values of this process's replicas."""
         jax = jax_module()
         joined = parts[0]
         if axis is not None:
@@ -85,11 +86,12 @@ class Devices:
 
 
 class _Arguments(NamedTuple):
-    """The arguments of a call: what the program gets, and what belongs to the program."""
+    """The arguments of a call: the inputs of the program, and the constants in it."""
 
     nest: Any
     leaves: list[Any]
-    arrays: list[tuple[int, bool]]  # The leaves that are arrays, and whether replicas differ.
+    # The leaves that are arrays, and whether they differ between replicas.
+    arrays: list[tuple[int, bool]]
     key: Any
 
 
@@ -97,11 +99,12 @@ class Compiler:
     """Compiles functions, and keeps the programs; see the module.
 
     Args:
-        devices: where they run.
-        replicas: returns the replicas of this process, whose generators give the random numbers.
-        enter: returns the context in which functions are traced.
-        together: calls a function that compiles, where all processes do.
-        most: of how many functions and shapes of arguments programs are kept.
+        devices: the devices on which programs run.
+        replicas: a function that returns the replicas of this process; their generators give the
+            random numbers.
+        enter: a function that returns the context in which functions are traced.
+        together: a function that calls a compiling function at a time when all processes compile.
+        most: the number of functions, and of shapes of arguments, whose programs are kept.
 
     Attributes:
         compilations: the compilations, in order.
@@ -119,8 +122,8 @@ class Compiler:
         self.devices, self.enter = devices, enter
         self._replicas, self._together, self._most = replicas, together, most
         self._identities = Identities()
-        # The programs of a function by the shapes of its arguments, under each of its keys. Those
-        # of the same shapes differ in what the function looks up before each call.
+        # For each key of a function, its programs by the shapes of the arguments. Programs for the
+        # same shapes differ in the values that the function looks up before each call.
         self._functions: OrderedDict[Any, OrderedDict[Any, list[_Program]]] = OrderedDict()
         self._counts: Counter[Any] = Counter()
         self.lock = threading.RLock()  # Held while a program is compiled, and while it runs.
@@ -141,7 +144,7 @@ class Compiler:
             program: _Program = self._together(lambda: self._compile(function, arguments))
             results = program.run(arguments)
             programs.setdefault(shapes, []).append(program)
-            # The trace may have changed what is around the function, and so the key.
+            # The trace may have changed objects around the function, and so the key.
             for each in (key, self._identities.of(function, arguments.nest)):
                 self._functions.setdefault(each, programs)
             for kept in (self._functions, programs):
@@ -184,7 +187,7 @@ class Compiler:
         return _Arguments(nest, leaves, arrays, (tree.outline(nest), tuple(keys)))
 
     def _joined(self, value: PerReplica) -> Any:
-        """Return the components as arrays of one shape, or the value that all of them are."""
+        """Return the components as arrays of one shape, or the value that all of them equal."""
         parts = value.values
         first = tree.select(value, 0, self.devices.local_size)
         if len(parts) == 1:
@@ -227,20 +230,21 @@ class Compiler:
 
 
 class _Output:
-    """What a result has in place of an array: how it is made of the outputs of a program."""
+    """A placeholder for an array in a result: how to get it from the outputs of a program."""
 
     def __init__(self, make: Callable[[Sequence[Any]], Any]) -> None:
         self.make = make
 
 
 class _Program:
-    """A program that is traced for arguments of some shapes, and compiled when it runs first.
+    """A program that is traced for arguments of some shapes, and compiled at its first run.
 
     Args:
-        compiler: knows the devices.
-        function: is traced.
-        arguments: those of the first call.
-        known: an earlier trace, which has found variables, inputs, and whether numbers are drawn.
+        compiler: the compiler, which has the devices.
+        function: the function to trace.
+        arguments: the arguments of the first call.
+        known: an earlier trace, which has found the variables, the inputs, and whether random
+            numbers are drawn.
     """
 
     trace: StepTrace
@@ -302,17 +306,17 @@ class _Program:
         leaves = list(self._constants)
         for (k, differs), array in zip(self._arrays, arrays, strict=True):
             leaves[k] = box = Box(array[0] if differs else array, refusal=_PASSED)
-            if self._compiler.devices.is_local:  # Else other processes would wait in the step.
+            if self._compiler.devices.is_local:  # Otherwise other processes would wait in the step.
                 self.trace.arguments[id(box.value)] = box.value, k
         return tree.unflatten(self._nest, leaves)
 
     @property
     def is_complete(self) -> bool:
-        """Whether the earlier trace had found all that this one found."""
+        """Whether the earlier trace had found everything that this trace found."""
         return not self.trace.created and bool(self.trace.needs() == self._known.needs())
 
     def finish(self) -> None:
-        """Drop what tracing alone needs, such as arrays that the function made."""
+        """Drop objects that only tracing needs, such as arrays that the function created."""
         self.jaxpr = None
         outside = [(weakref.ref(array), *told) for array, *told in self.trace.outside.values()]
         self.trace.outside.clear()
@@ -341,7 +345,8 @@ class _Program:
         for group in self._written:
             group.in_use = self._compiler.lock
         error = None
-        try:  # An interrupt strikes after this call, when the program has run: the step is made.
+        # An interrupt takes effect after this call, when the program has run and the step is made.
+        try:
             results.extend(itertools.starmap(self._program, [inputs]))
         finally:
             for new, outputs, checks in results:
@@ -354,7 +359,7 @@ class _Program:
         ]
 
     def _keep(self, new: Any, outputs: Any, checks: Any) -> Exception | None:
-        """Keep what the program gave, though an interrupt strikes; return the error of a check."""
+        """Keep the program's outputs, even if an interrupt comes; return the error of a check."""
         held, numbers, told = checks
         for group, value in zip(self._written, new, strict=True):
             group.store(value)
@@ -363,7 +368,7 @@ class _Program:
             arrays = jax_module().tree.leaves((new, outputs))
             try:
                 deque(map(operator.methodcaller("block_until_ready"), arrays), 0)
-            except BaseException as raised:  # After the wait, which is one call.
+            except BaseException as raised:  # This comes after the wait, which is one call.
                 interrupt = raised
         if not (flags := np.asarray(held)).all():
             first = int(np.argmin(flags))
@@ -382,7 +387,7 @@ class _Program:
 
 
 def _kept(leaf: Any, outputs: list[Any]) -> Any:
-    """Return what a result has in place of an array, which becomes an output."""
+    """Return the placeholder for an array in a result; the array becomes an output."""
     if isinstance(leaf, IndexedSlices):
         values, indices = _kept(leaf.values, outputs), _kept(leaf.indices, outputs)
         return _Output(lambda made: _rows(values.make(made), indices.make(made), leaf.dense_shape))
@@ -398,7 +403,7 @@ def _rows(values: Any, indices: Any, shape: tuple[int, ...]) -> IndexedSlices:
 
 
 def _of_all_replicas(checks: Sequence[Check]) -> tuple[Any, list[Any]]:
-    """Return which checks held on all replicas, and the least and the largest of their numbers."""
+    """Return which checks held on all replicas, and the smallest and largest of their numbers."""
     if not checks:
         return np.ones(1, bool), []
     lax, numpy = jax_module().lax, jax_module().numpy
@@ -424,7 +429,7 @@ def _current(group: Any, place: Callable[..., Any]) -> Any:
 
 
 def _check_unchanged(array: Any, known: int, line: str) -> None:
-    """Raise an error if an array that a program has as a constant exists and has changed."""
+    """Raise an error if an array that is a constant of a program still exists and has changed."""
     if array is not None and checksum(array) != known:
         raise TracingError(
             f"the {array.dtype} array of shape {array.shape} that a compiled step uses at {line} "
@@ -434,7 +439,7 @@ def _check_unchanged(array: Any, known: int, line: str) -> None:
 
 
 def _check_argument(leaf: Any, start: int, stop: int, error: Callable[..., Exception]) -> None:
-    """Raise an error unless the numbers of an argument of all replicas are in ``[start, stop)``."""
+    """Raise an error unless all replicas' numbers of an argument are in ``[start, stop)``."""
     parts = leaf.values if isinstance(leaf, PerReplica) else [leaf]
     limits = [limit for part in parts if part.size for limit in (part.min(), part.max())]
     if limits and not start <= min(limits) <= max(limits) < stop:
@@ -454,7 +459,7 @@ def _shown(leaf: Any) -> str:
 
 @contextlib.contextmanager
 def _numpys_dtypes() -> Any:
-    """Compute in the dtypes of NumPy, whatever JAX is configured for."""
+    """Compute in NumPy's dtypes, however JAX is configured."""
     jax = jax_module()
     owner = jax if hasattr(jax, "enable_x64") else jax.experimental  # There before JAX 0.8.
     with owner.enable_x64(True), jax.default_matmul_precision("float32"):
@@ -462,7 +467,7 @@ def _numpys_dtypes() -> Any:
 
 
 def _refuse_differences(name: str, earlier: _Program, later: _Program) -> None:
-    """Raise an error if two traces of a function have other operations, constants or results."""
+    """Raise an error if two traces of a function differ in operations, constants or results."""
     pairs = itertools.zip_longest(*map(_parts, (earlier, later)), fillvalue=(None, []))
     for (eqn, old), (other, new) in pairs:
         if len(old) == len(new) and all(map(_equal, old, new)):
@@ -477,7 +482,7 @@ def _refuse_differences(name: str, earlier: _Program, later: _Program) -> None:
 
 
 def _parts(program: _Program) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield the operations of a program with what they consist of, and the constant results."""
+    """Yield the operations of a program with their parts, and its constant results."""
     yield from _operations(program.jaxpr.jaxpr, program.jaxpr.consts)
     leaves = tree.flatten(program.result)
     yield from ((None, [leaf]) for leaf in leaves if not isinstance(leaf, _Output))

@@ -1,4 +1,4 @@
-"""The errors for what a compiled step cannot do, which name the line of the user's code."""
+"""The errors for code that a compiled step cannot run; they name the user's line."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def refuse_outside(target: Any) -> NoReturn:
 
 
 def refuse_recording(what: str, instead: str) -> None:
-    """Raise the error for what has no gradient, if a tape records."""
+    """Raise the error for an operation without a gradient, if a tape records."""
     if getattr(current_frame().recorder, "is_recording", False):
         raise TracingError(
             f"{what} at {user_line()} while a GradientTape records, which cannot see into it: "

@@ -1,6 +1,6 @@
-"""`SameSteps`: programs of several processes tell whether all of them run the same ones.
+"""`SameSteps`: programs of several processes check that all processes run the same programs.
 
-XLA's collectives match in order. If one process leaves out a program, or runs another one, those of
+XLA's collectives match in order. If a process left out a program or ran another one, collectives of
 different programs would match, and give wrong values.
 """
 
@@ -17,18 +17,19 @@ from ndistribute.jit.traced_backend import AXIS
 
 
 class SameSteps:
-    """A comparison of the programs that the processes of some devices of JAX have run, in order."""
+    """A comparison, in order, of the programs that the processes of some JAX devices have run."""
 
     def __init__(self, devices: list[Any]) -> None:
         self._devices, self._mine = devices, jax_module().process_index()
-        self._programs = self._ran = 0  # How many were traced, and a checksum of those that ran.
+        # The number of programs that were traced, and a checksum of the programs that ran.
+        self._programs = self._ran = 0
 
     def new_program(self) -> None:
-        """Begin another program, which all processes trace together."""
+        """Begin a new program, which all processes trace together."""
         self._programs += 1
 
     def compare(self, trace: StepTrace) -> None:
-        """Let the program that is traced raise an error when it has run, unless all run it."""
+        """Let the traced program raise an error, after it has run, unless all processes run it."""
         program = str(self._programs).encode()
         ran = trace.input(lambda: zlib.crc32(program, self._ran))
         everyone = Box(jax_module().lax.all_gather(ran.value, AXIS))

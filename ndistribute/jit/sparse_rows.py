@@ -1,6 +1,6 @@
 """Sparse rows in compiled steps, where the number of distinct rows is not known.
 
-As many rows come out as go in: one with each index, and others that stand for no row.
+The number of rows stays the same: one row for each distinct index, and rows that stand for no row.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from ndistribute.context import current_trace
 from ndistribute.indexed_slices import IndexedSlices
 from ndistribute.jit.box import namespace
 
-# The index that stands for no row: XLA drops what is written there.
+# The index that stands for no row: XLA drops values that are written there.
 NO_ROW = 2**31 - 1
 
 
 def rows_once(rows: IndexedSlices, last: bool) -> tuple[Any, Any]:
-    """Return values and indices, in which each index but `NO_ROW` occurs once.
+    """Return values and indices; each index except `NO_ROW` occurs once.
 
     Args:
-        rows: an array's rows, of which several may have one index.
-        last: whether the last of the rows of an index counts; False: their sum.
+        rows: rows of an array; several of them may have the same index.
+        last: True keeps the last row of each index; False adds the rows of each index.
     """
     values: Any = namespace.asarray(rows.values)
     indices: Any = namespace.asarray(rows.indices)

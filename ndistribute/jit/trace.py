@@ -1,9 +1,9 @@
-"""`StepTrace`: what a step reads, writes and needs from outside while it is traced.
+"""`StepTrace`: records what a step reads, writes and needs from outside while it is traced.
 
-Variables, optimizers and random generators ask the thread's current trace in place of their own
-state: a read gives a box, a write changes it, and at the end the program has every state that the
-step read as an argument and every one that it wrote as a result. Numbers that change from call to
-call, such as a learning rate, are inputs, computed plainly before each call.
+Variables, optimizers and random generators use the thread's current trace in place of their own
+state: a read returns a box, and a write changes it. At the end, each state that the step read is an
+argument of the program, and each state that it wrote is a result. Numbers that change from call to
+call, such as a learning rate, are inputs; plain code computes them before each call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EMPTY: Mapping[Any, Any] = MappingProxyType({})
 
 
 class Check(NamedTuple):
-    """A condition of a compiled step: whether it held, and the error of it and of numbers."""
+    """A condition of a compiled step: whether it held, and a function that makes the error."""
 
     held: Any
     error: Callable[..., Exception]
@@ -41,9 +41,9 @@ class StepTrace:
     """One trace of a step.
 
     Args:
-        values: JAX's value of each state that an earlier trace found; this one reads zeros of
-            others.
-        inputs: JAX's values of the inputs that it found, in order.
+        values: JAX's value of each state that an earlier trace found; this trace reads other states
+            as zeros.
+        inputs: JAX's values of the inputs that the earlier trace found, in order.
         key: JAX's random key of this call and replica.
     """
 
@@ -52,33 +52,34 @@ class StepTrace:
     ) -> None:
         self.states: dict[Any, Box] = {}  # By `CellGroup`.
         self.written: dict[Any, None] = {}  # The states that the step wrote, in order.
-        self.before: list[Callable[[], Any]] = []  # The inputs, computed plainly.
-        # What is called when the program has run, and the values that it passes.
+        self.before: list[Callable[[], Any]] = []  # Functions that compute the inputs.
+        # The functions that are called when the program has run, and the values that it passes to
+        # them.
         self.after: list[tuple[Callable[..., None], Sequence[Box]]] = []
         self.constants: list[tuple[Callable[[], Any], Any]] = []
         self.checks: list[Check] = []
         self.arguments: dict[int, tuple[Any, int]] = {}  # By the id of JAX's value, with its place.
-        self.ranges: list[Any] = []  # Of arguments: place, start, stop and error.
+        self.ranges: list[Any] = []  # The checks of arguments: place, start, stop and error.
         self.created = 0  # The variables that were made.
         self.draws = 0
         self.counts: dict[int, int] = {}  # Steps of each optimizer, by id.
         self.outside: dict[int, Any] = {}  # Arrays, by id, with a checksum and the user's line.
         self._explain: Callable[[Exception], Exception] = lambda error: error
         self._values, self._inputs, self._key = values, inputs, key
-        self._level: list[list[bool]] = []  # Open branches and loops: whether they repeat.
+        self._level: list[list[bool]] = []  # The open branches and loops: whether they repeat.
 
     def needs(self) -> Any:
-        """Return what a program takes: the states, and how many inputs and whether a key."""
+        """Return what a program takes: the states, the number of inputs, and whether a key."""
         return self.states.keys(), self.written.keys(), len(self.before), self.draws > 0
 
-    # What variables call.
+    # Variables call these methods.
 
     def read(self, cell: Any) -> Box:
-        """Return a cell's value now, which cannot be written."""
+        """Return a cell's current value, which cannot be written."""
         return Box(self._state(cell).value, refusal=_READ_ONLY)
 
     def writable(self, cell: Any) -> Box:
-        """Return the box that holds a cell's value, to write to."""
+        """Return the box that holds a cell's value; writing to it writes the cell."""
         state = self._state(cell)
         self.check_level(state, "a variable")
         self.written[cell.group] = None
@@ -97,13 +98,13 @@ class StepTrace:
             if value is None:
                 value = jax_module().numpy.zeros(cell.array.shape, cell.array.dtype)
             state = self.states[group] = Box(value)
-            state.level = None  # Also if a branch is the first to read it.
+            state.level = None  # This also holds if a branch is the first to read it.
         return state
 
-    # What optimizers and layers call.
+    # Optimizers and layers call these methods.
 
     def input(self, compute: Callable[[], Any]) -> Any:
-        """Return a number, or a tuple of numbers, that is computed plainly before each call."""
+        """Return a number, or a tuple of numbers, that plain code computes before each call."""
         k = len(self.before)
         self.before.append(compute)
         with context.tracing(None):
@@ -111,7 +112,7 @@ class StepTrace:
         return tree.map_leaves(lambda number: Box(jax_module().numpy.asarray(number)), known)
 
     def constant(self, compute: Callable[[], Any]) -> Any:
-        """Return a value that is computed plainly before each call; each compiles a program."""
+        """Return a value that plain code computes before each call; each value has a program."""
         with context.tracing(None):
             value = compute()
         self.constants.append((compute, value))
@@ -138,7 +139,7 @@ class StepTrace:
         return self.counts[id(owner)]
 
     def use_outside(self, array: np.ndarray[Any, Any]) -> None:
-        """Record an array from outside of the step, which may not change from now on."""
+        """Record an array from outside the step; it must not change from now on."""
         while isinstance(array.base, np.ndarray):
             array = array.base
         if array.flags.writeable and id(array) not in self.outside:
@@ -147,8 +148,8 @@ class StepTrace:
     def check(self, is_valid: Any, error: Callable[..., Exception], *limits: Box) -> None:
         """Raise an error when the step has run, unless a condition held in it.
 
-        No variable changes then. The error is made of the limits, if there are any: the least and
-        the largest number of all replicas.
+        If the error is raised, no variable changes. If there are limits, the error is made from
+        them: the smallest and the largest number of all replicas.
         """
         explain = self._explain
         numbers = [limit.value for limit in limits] if self.level is None else []
@@ -157,7 +158,7 @@ class StepTrace:
 
     @contextlib.contextmanager
     def explaining(self, explain: Callable[[Exception], Exception]) -> Iterator[None]:
-        """Let checks in a ``with`` block raise what a function makes of their errors."""
+        """Let checks in a ``with`` block raise the errors that a function makes from theirs."""
         outer = self._explain
         self._explain = lambda error: outer(explain(error))
         try:
@@ -171,7 +172,7 @@ class StepTrace:
         """Raise an error unless all numbers are in ``[start, stop)``; no variable changes then.
 
         Arguments of the step are checked before it runs, because a step whose results depend on a
-        check must keep the old values of all variables until it knows.
+        check must keep the old values of all variables until the check is done.
         """
         base: Any = numbers
         while base.base is not None and base.base.size == base.size:
@@ -186,12 +187,12 @@ class StepTrace:
         self.check((low >= start) & (high < stop), error, low, high)
 
     def follow(self, value: Any, converted: Any) -> None:
-        """Record that a value of JAX has the numbers of another one, if that is an argument."""
+        """Record that a JAX value has the numbers of another one, if that is an argument."""
         if id(value) in self.arguments:
             self.arguments[id(converted)] = converted, self.arguments[id(value)][1]
 
     def check_index(self, index: Box, length: int) -> None:
-        """Check that indices into an axis are in range; JAX would use others without an error."""
+        """Check that indices into an axis are in range; JAX raises no error for others."""
         if index.is_checked or index.dtype.kind not in "iu" or not index.size:
             return
         where = user_line()
@@ -215,18 +216,18 @@ class StepTrace:
             )
         self.draws += 1
         random, key = jax_module().random, self._key
-        if key is None:  # A trace that looks for the state needs only its shape.
+        if key is None:  # A trace that only finds the states needs only the shape of the key.
             key = np.zeros(2, np.uint32)
         return random.fold_in(random.wrap_key_data(key), self.draws)
 
-    # Branches and loops.
+    # Methods for branches and loops.
 
     def nested(
         self, body: Callable[..., Any], repeats: bool = False
     ) -> Callable[..., tuple[Any, Any]]:
-        """Return the function for JAX of a branch or a loop's body, which takes and gives values.
+        """Return JAX's function for a branch or a loop's body; it takes and returns values.
 
-        Its second result is whether all checks inside held.
+        The function's second result is whether all checks inside it held.
         """
 
         @functools.wraps(body)
@@ -250,7 +251,7 @@ class StepTrace:
         return self._level[-1] if self._level else None
 
     def check_level(self, box: Box, what: str) -> None:
-        """Raise an error for a write inside a branch or a loop to what was made outside of it."""
+        """Raise an error if a branch or a loop writes to an array that was made outside of it."""
         if box.level is not self.level:
             raise TracingError(
                 f"{what} is written at {user_line()} inside nd.cond or nd.while_loop, but was made "
@@ -264,14 +265,14 @@ def _call_if(effect: Callable[..., None], condition: Any, *values: Any) -> None:
 
 
 def checksum(array: np.ndarray[Any, Any]) -> int:
-    """Return a number that tells whether an array has changed."""
+    """Return a checksum that shows whether an array has changed."""
     return zlib.crc32(np.ascontiguousarray(array).tobytes())
 
 
 class TracedGenerator:
     """The random generator of a compiled step, with the methods of NumPy's that layers use.
 
-    Its numbers are JAX's, drawn from a key that the replica's own generator gives for each call.
+    JAX draws the numbers, from a key that the replica's own generator gives for each call.
     """
 
     def __init__(self, trace: StepTrace) -> None:
@@ -294,11 +295,11 @@ class TracedGenerator:
         return low + (high - low) * self.random(_size(size, low, high))
 
     def standard_normal(self, size: Any = None, dtype: Any = np.float64) -> Box:
-        """Return numbers of the standard normal distribution."""
+        """Return numbers from the standard normal distribution."""
         return self._draw("normal", _shape(size), np.dtype(dtype))
 
     def normal(self, loc: Any = 0.0, scale: Any = 1.0, size: Any = None) -> Any:
-        """Return numbers of a normal distribution."""
+        """Return numbers from a normal distribution."""
         return loc + scale * self.standard_normal(_size(size, loc, scale))
 
     def integers(
@@ -314,7 +315,7 @@ class TracedGenerator:
         return self._draw("randint", _shape(size), low, high + endpoint, np.dtype(dtype))
 
     def exponential(self, scale: Any = 1.0, size: Any = None) -> Any:
-        """Return numbers of an exponential distribution."""
+        """Return numbers from an exponential distribution."""
         return scale * self._draw("exponential", _shape(_size(size, scale)), np.dtype(float))
 
     def permutation(self, x: Any, axis: int = 0) -> Box:

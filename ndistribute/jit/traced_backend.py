@@ -1,7 +1,7 @@
 """The backend inside a compiled step: the collectives of XLA among all replicas of the program.
 
-A program has one trace for all replicas, so nobody waits and nothing can differ: replicas make the
-same calls because they run the same program.
+A program has one trace for all replicas. So no replica waits, and all replicas make the same calls,
+because they run the same program.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TracedBackend(Backend):
         buffers[:] = [Box(gather(value_of(buffer), AXIS)[root]) for buffer in buffers]
 
     def abort(self, cause: BaseException) -> None:
-        """Do nothing, because nobody waits while a step is traced."""
+        """Do nothing, because no replica waits while a step is traced."""
 
     def _reduced(self, array: Array, op: ReduceOp) -> Box:
         """Return an array reduced over the replicas; 16-bit floats are added in float32."""

@@ -1,7 +1,7 @@
-"""How an array of a compiled step is a part of another one, so that writes go through.
+"""Views: arrays of a compiled step that are parts of other arrays, to which writes go.
 
-What is a view and what is a copy depends on the order of the elements in NumPy's memory. So NumPy
-decides it, with arrays that have the order and no values.
+Whether a part is a view or a copy depends on the order of the elements in NumPy's memory. So NumPy
+decides, with arrays that have this order but no values.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ VIEWING = READ_ONLY | {
 
 
 class View(NamedTuple):
-    """A part of an array, as a function gives it: one of NumPy, or `operator.getitem`."""
+    """A part of an array that a NumPy function or `operator.getitem` returns."""
 
     function: Any
     args: Any
     kwargs: Any
 
     def read(self, value: Any) -> Any:
-        """Return the part of a value of JAX."""
+        """Return this part of a JAX value."""
         return of_jax(self.function)(value, *self.args, **self.kwargs)
 
     def layout(self, base: Any) -> Any:
@@ -43,7 +43,7 @@ class View(NamedTuple):
         return self.function(base, *self.args, **self.kwargs)
 
     def write(self, value: Any, new: Any) -> Any:
-        """Return a value of JAX in which the part has other values."""
+        """Return a JAX value in which this part has other values."""
         if self.function is operator.getitem:
             return placed(value, self.args[0], new)
         if self.function is np.imag:
@@ -54,7 +54,8 @@ class View(NamedTuple):
             *self.args,
             *self.kwargs.values(),
         ):
-            return new.reshape(value.shape)  # As below, and traced in less time.
+            # This does the same as below, but is traced in less time.
+            return new.reshape(value.shape)
         return _put_back(self.read, value, new)
 
 
@@ -65,7 +66,7 @@ def sliced(index: Any) -> View:
 
 
 def placed(value: Any, index: Any, new: Any) -> Any:
-    """Return a value of JAX with new elements at an index."""
+    """Return a JAX value with new elements at an index."""
     parts = index if isinstance(index, tuple) else (index,)
     steps = [part.step or 1 for part in parts if isinstance(part, slice)]
     if all(step == 1 for step in steps) or any(np.ndim(part) for part in parts):
@@ -77,7 +78,7 @@ def placed(value: Any, index: Any, new: Any) -> Any:
 
 
 def _put_back(read: Callable[[Any], Any], value: Any, new: Any) -> Any:
-    """Return a value of JAX, in which what a function reads of it has other values."""
+    """Return a JAX value in which the elements that a function reads have other values."""
     jax = jax_module()
 
     def back(part: Any) -> Any:
