@@ -33,7 +33,7 @@ _BENCHMARKS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Run the `ndistribute` command, and return its exit code.
 
     Args:
         arguments: the arguments after the command's name; None: those of this process.
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.act(options))
     except BrokenPipeError:
-        # The reader has gone; the interpreter's last flush must not raise either.
+        # The reader has left, and the interpreter's last flush must not raise an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (DistributeError, ValueError, OSError) as error:
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the parser for the command line."""
     top = argparse.ArgumentParser(
         prog="ndistribute", description="Start, inspect, measure and trace distributed jobs."
     )
@@ -161,7 +161,7 @@ def _check_elastic(options: argparse.Namespace) -> None:
 
 
 def _check_places(options: argparse.Namespace, hosts: list[Host], script: str) -> None:
-    """Raise ValueError if an elastic job does not fit its hosts, or its spares the workers."""
+    """Raise ValueError if an elastic job does not fit its hosts, or spares cannot run it."""
     workers = sum(host.slots for host in hosts)
     least, most = options.min_workers or 1, options.max_workers or workers
     if not 1 <= least <= workers <= most:

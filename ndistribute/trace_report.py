@@ -1,8 +1,8 @@
-"""The traces of a job on one clock, and a report on the use of its time and on late processes.
+"""Merges a job's traces on one clock, and reports how its time is used and who is late.
 
 `ndistribute.timeline` writes one trace per process, with one event per line. All processes leave a
-collective at about the same time, after the last one has entered it. So the median difference of
-the times at which two processes left their common calls is the offset between their clocks.
+collective at about the same time, after the last process has entered it. So the clock offset of two
+processes is the median difference of the times at which they left their common calls.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ UNTRACED = "untraced"
 _COLUMNS = "input compute pull push pack wait reduce update serve members".split()
 
 # A process is late if the cost of waiting for it exceeds its fair share by the first figure, as a
-# fraction of the rest, and exceeds the second figure as a fraction of the run. Below these, chance
-# may explain the difference.
+# fraction of the rest, and exceeds the second figure, as a fraction of the run. Smaller differences
+# may be chance.
 _MORE_THAN_SHARE = 0.3
 _LATE_COST = 0.02
 
-# The share of the time above which a kind gets a sentence, and the sentence.
+# For each kind of work: the share of time above which the report has a sentence, and this sentence.
 _ADVICE = {
     "wait": (0.2, "Waiting takes {:.0%}, for no one process: a larger batch makes fewer calls."),
     "input": (0.15, "Input takes {:.0%}: `prefetch` prepares batches while steps compute."),
@@ -54,7 +54,7 @@ class Event(NamedTuple):
     """A span; its times are in microseconds of the process's clock."""
 
     name: str  # The kind of work, such as "compute".
-    title: str  # The call that it belongs to, or the server of a request; may be empty.
+    title: str  # The call that the span belongs to, or a request's server; may be empty.
     start: float
     end: float
     thread: int  # The thread's number in the process.
@@ -67,7 +67,7 @@ class Trace:
     name: str  # For example "rank 0" or "ps:1".
     names: tuple[str, ...] = ()  # The processes of the job; empty if it never joined one.
     clock: str = ""  # Processes with the same name here share a clock.
-    wall: float = 0.0  # Added to a time, gives the microseconds since 1970.
+    wall: float = 0.0  # Added to an event's time, gives microseconds since 1970.
     host: str = ""
     events: tuple[Event, ...] = ()  # In the order in which they ended.
     threads: Mapping[int, str] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Trace:
 
 
 class Lateness(NamedTuple):
-    """The lateness of a process, or of a replica, at the calls common to all."""
+    """The lateness of a process, or of a replica, in the calls that all have in common."""
 
     name: str
     calls: int  # The number of common calls.
@@ -103,15 +103,15 @@ def read(directory: str | os.PathLike[str]) -> list[Trace]:
             "directory and run the program again; it records the calls of strategy.run."
         )
     traces.sort(key=_ended)
-    # A process that never joined a job may only start others, so its trace is used last, unless it
-    # computed after all jobs had ended.
+    # A process that never joined a job may only start others, so its trace is used only if there is
+    # no other, or if it computed after all jobs had ended.
     jobs = [trace for trace in traces if trace.names]
     last = _ended(jobs[-1]) if jobs else 0.0
     alone = [trace for trace in traces if not trace.names and _computed(trace) > last]
     *_, newest = alone or jobs or traces
     if not newest.names:
         return [newest]
-    # The newest trace of each process, because a recovery starts another file.
+    # Each process's newest trace, because a process that recovers starts another file.
     same_job = {trace.name: trace for trace in jobs if trace.names == newest.names}
     return [same_job[name] for name in newest.names if name in same_job]
 
@@ -140,7 +140,7 @@ def read_file(path: Path, last_bytes: int = sys.maxsize) -> Trace | None:
     for line in lines:
         try:
             entry = json.loads(line.rstrip(b","))
-        except ValueError:  # The file's tail, or a line that is cut.
+        except ValueError:  # The end of the file, or a cut line.
             continue
         if entry["ph"] == "X":
             start, title = entry["ts"], entry.get("args", {}).get("title", "")
@@ -164,7 +164,7 @@ def calls(events: Sequence[Event], shift: float = 0.0) -> Calls:
     came: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)  # Times by thread.
     left: dict[tuple[str, int], float] = {}
     for event in sorted(events, key=lambda e: (e.start, e.name != "compute", -e.end)):
-        # A thread without steps works for those of the first thread that has some.
+        # A thread without steps works for the first thread that has steps.
         worker = event.thread if event.thread in computing else min(computing, default=0)
         number, end = steps.get(worker, (0, -inf))
         if event.name == "members" and (match := _MEMBERSHIP.match(event.title)):
@@ -190,7 +190,7 @@ def offsets(traces: Sequence[Trace]) -> list[float]:
     for clock, trace in zip(clocks, traces, strict=True):
         here = calls(trace.events)
         differences[clock] += [reference[k][1] - here[k][1] for k in reference.keys() & here.keys()]
-    # Without a common call, the offset follows from the times on the wall clock.
+    # Without a common call, the wall clocks give the offset.
     return [
         0.0 if clock == clocks[0] else median(differences[clock] or [trace.wall - traces[0].wall])
         for clock, trace in zip(clocks, traces, strict=True)
@@ -231,9 +231,9 @@ def merged(traces: Sequence[Trace]) -> dict[str, Any]:
 
 
 def exclusive(events: Iterable[Event]) -> dict[str, float]:
-    """Return the microseconds in spans of each name, without those in nested spans.
+    """Return the microseconds in spans of each name, without the time in nested spans.
 
-    Time between the first and the last event of a thread that is in no span is `UNTRACED`.
+    `UNTRACED` is the time outside all spans, between the first and last event of each thread.
     """
     threads: dict[int, list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda e: (e.start, -e.end)):
@@ -310,7 +310,7 @@ def explain(traces: Sequence[Trace]) -> str:
     lines += ["", *_table(every), ""]
     lines += list(_servers(members, every, seconds)) or _who_is_late(members, late, worst, seconds)
     lines += _changes(traces)
-    # No servers, nor a chief.
+    # Only processes that compute; neither servers nor a chief.
     mean = _mean([each for each in every.values() if "compute" in each] or list(every.values()))
     for kind, (large, advice) in _ADVICE.items():
         if mean.get(kind, 0.0) > large and not (kind == "wait" and worst):
@@ -319,7 +319,7 @@ def explain(traces: Sequence[Trace]) -> str:
 
 
 def _replicas(trace: Trace) -> list[Trace]:
-    """Return a trace of each replica of a process, or the given trace if it has only one."""
+    """Return a trace for each replica of a process, or the same trace if it has one replica."""
     parts: dict[int, list[Event]] = defaultdict(list)
     computing = {event.thread for event in trace.events if event.name == "compute"}
     for event in trace.events:
@@ -356,7 +356,7 @@ def _latest(cost: Mapping[str, float], seconds: float) -> str:
 def _who_is_late(
     members: Sequence[Trace], late: Sequence[Lateness], worst: str, seconds: float
 ) -> Iterator[str]:
-    """Yield sentences on the late process, and the kind of work that takes it longer."""
+    """Yield sentences on the late process, and on the kind of work in which it is slower."""
     if len(members) == 1:
         yield "One process with one replica waits for no other."
     elif not late or late[0].calls == 0:
@@ -411,12 +411,12 @@ def _servers(
 
 
 def _changes(traces: Sequence[Trace]) -> Iterator[str]:
-    """Yield what each change of members was, and how long those waited who had been there."""
+    """Yield a sentence on each change of members, and how long earlier members waited."""
     costs: dict[str, list[float]] = defaultdict(list)
     for event in (event for trace in traces for event in trace.events if event.name == "members"):
         costs[event.title].append(event.end - event.start)
     for title in sorted(costs, key=lambda title: int(_MEMBERSHIP.findall(title)[0][0])):
-        if ":" in title:  # A newcomer's span includes its waiting for the others.
+        if ":" in title:  # A newcomer's span includes its wait for the others.
             yield f"{title.capitalize()}; it took {_time(max(costs[title]))}."
 
 

@@ -1,9 +1,9 @@
 """The commands that start processes elsewhere: on other hosts through ssh, and through MPI.
 
-The environment of a process on another host, including the job's secret, goes through the standard
-input of ssh, so no command line shows it. When the connection ends, or one end does not answer for
-the time of the heartbeat, the process ends. MPICH and Open MPI share no option but `-n`; variables
-are passed to them by name, never by value.
+The launcher sends the environment of a process on another host, including the job's secret, through
+the standard input of ssh, so no command line shows it. The process ends when the connection ends,
+or when one end does not answer within the heartbeat timeout. MPICH and Open MPI share only the
+option `-n`. They get variables by name, never by value.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ndistribute.launcher import reaper
 from ndistribute.transport.failure_detector import silence_seconds
 from ndistribute.transport.listener import LISTEN_FD
 
-# No dash at the start, which ssh would take for an option.
+# A name must not start with a dash, which ssh would take for an option.
 _HOST = re.compile(
     r"(?P<name>[A-Za-z0-9_][A-Za-z0-9_.@-]*|\[[0-9A-Fa-f:.]+\])"
     r"(?:(?::|\s+(?:slots\s*=\s*)?)(?P<slots>\d+))?(?:\s+max_slots=\d+)?"
@@ -37,9 +37,9 @@ _HOST = re.compile(
 _CARRIED = ("NDISTRIBUTE_", "OMP_", "OPENBLAS_", "MKL_", "NCCL_", "PYTHON")
 _NOT_CARRIED = (LISTEN_FD, "NDISTRIBUTE_HOST_ID")
 JOB_ID = "NDISTRIBUTE_JOB_ID"
-# Marks the reapers of a job on other hosts in the list of processes.
+# Marks a job's reapers on other hosts, to find them in the list of processes.
 _JOB_MARK = "# of the job {}."
-# Shells read ahead, so `sh -s` would take what follows the script: an early order to end.
+# Shells read ahead, so `sh -s` would consume an early order to end that follows the script.
 _READ_SCRIPT = 'exec /bin/sh -c \'read -r size && eval "$(head -c "$size")"\''
 # A loaded machine may send a beat late.
 _SHORTEST_SILENCE_SECONDS = 2.0
@@ -85,7 +85,7 @@ def parse_hosts(text: str, separator: str = ",") -> list[Host]:
 
 
 def assign(hosts: Sequence[Host], processes: int | None) -> list[Host]:
-    """Return the hosts with their numbers of processes; fill one host after the other."""
+    """Return the hosts with their numbers of processes; each host is filled before the next."""
     room = sum(host.slots for host in hosts)
     left = room if processes is None else processes
     if left < 1:
@@ -107,7 +107,7 @@ def is_this_machine(name: str) -> bool:
 
 
 def host_silence(environ: Mapping[str, str]) -> float:
-    """Return the seconds after which the launcher and another host give each other up."""
+    """Return the seconds of silence after which launcher and host count each other as lost."""
     return max(silence_seconds(environ), _SHORTEST_SILENCE_SECONDS)
 
 
@@ -126,9 +126,9 @@ def ssh_command(host: str, silence: float) -> list[str]:
 
 
 def former_tasks_end(silence: float, task: str = "", grace: float = 0.0) -> str:
-    """Return a shell command that waits until no reaper of this job, or of a task, runs on a host.
+    """Return a shell command that waits until no reaper of the job, or of a task, runs on a host.
 
-    Those that a cut left behind end by themselves within `silence` seconds and their grace.
+    Reapers that lost their connection end by themselves within `silence` seconds and their grace.
     """
     mark = _JOB_MARK.format(f"${JOB_ID}{task}")
     return (
@@ -147,15 +147,16 @@ def remote_script(
     task: str = "",
     grace: float = reaper.GRACE_SECONDS,
 ) -> str:
-    """Return a script and its size before it: change the folder, set variables, run the command.
+    """Return a script that changes the folder, sets variables and runs the command.
 
-    With a task, which starts alone, it waits first for the end of what a cut left behind of it.
+    Its size precedes it. If `task` names a task that restarts alone, the script first waits until
+    earlier processes of this task, whose connection was cut, have ended.
     """
     carried = {name: value for name, value in environ.items() if name.startswith(_CARRIED)}
     variables = {**carried, **settings}
     lines = [f"cd {shlex.quote(os.getcwd())} || exit 72"]
     if not any(variables.get(name) for name in THREAD_VARIABLES):
-        # Only the host knows the number of its cores.
+        # Only the host itself knows how many cores it has.
         lines.append(f"threads=$(( $(nproc 2>/dev/null || echo 1) / {sharing} ))")
         lines.append('[ "$threads" -ge 1 ] || threads=1')
         lines += [f"export {name}=$threads" for name in LAUNCHER_VARIABLES]
@@ -172,7 +173,7 @@ def remote_script(
 
 
 def find_mpiexec() -> Mpiexec:
-    """Return the mpiexec beside this Python, where wheels install it, or the one on the path."""
+    """Return the mpiexec beside this Python, where wheels install it, or that on the path."""
     if importlib.util.find_spec("mpi4py") is None:
         raise MissingDependencyError(f"--mpi needs mpi4py, which is not installed. {_HOW}")
     beside = Path(sys.executable).parent / "mpiexec"
@@ -222,9 +223,9 @@ def mpiexec_command(
 
 
 def rank_pipes(ranks: int, opened: contextlib.ExitStack) -> tuple[list[tuple[int, str, str]], str]:
-    """Return pipes from the ranks of this machine, and a shell script that makes ranks use them.
+    """Return pipes from this machine's ranks, and a shell script that makes ranks use them.
 
-    Output that goes through mpiexec is labelled per write, and a line may take several writes.
+    Without the pipes, mpiexec would label each write, and a line may take several writes.
     """
     outputs, cases = [], ""
     for rank in map(str, range(ranks)):

@@ -1,9 +1,9 @@
-"""A web page about a job, on loopback: who runs, waits, restarts, and what the metrics are.
+"""A web page about a job, on loopback: which tasks run, wait and restart, and their metrics.
 
-`JobFolder` reads what a job writes anyway: the launcher's journal and logs, and the traces of the
-processes, which grow while they run. So a page of a job that is over is the same. It never writes.
-The address has a random token, and a browser's `Host` must be this machine, so that neither other
-users nor pages of other sites can read it.
+`JobFolder` reads files that a job writes anyway: the launcher's journal and logs, and the traces of
+the processes. So the page also works after the job has ended. It never writes. The address contains
+a random token, and a browser's `Host` must be this machine. So neither other users nor pages of
+other sites can read the page.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from ndistribute.timeline import PROGRESS
 JOURNAL = "journal.jsonl"
 _CHUNK_BYTES = 4 << 20
 _LOG_BYTES = 4096
-_TAIL_BYTES = 128 << 10  # Of each trace, for the timeline.
+_TAIL_BYTES = 128 << 10  # The part of each trace that the timeline shows.
 _MOST_SPANS = 500
 _MOST_POINTS = 400
 _MOST_EVENTS = 100
-_REPORT_BYTES = 64 << 20  # A report on more takes several seconds.
+_REPORT_BYTES = 64 << 20  # A report on larger traces takes several seconds.
 _LONG_WAIT_SECONDS = 1.0
 _SHARE_SECONDS = 10.0
 _LAST_LOOK_SECONDS = 2.0
@@ -53,11 +53,11 @@ _HEADERS = {
 }
 
 Points = list[tuple[float, float | None]]  # Seconds since 1970 and a value; None: not finite.
-Tasks = dict[str, dict[str, Any]]  # What the page shows of each task, by its label.
+Tasks = dict[str, dict[str, Any]]  # The facts that the page shows about each task, by label.
 
 
 class Follower:
-    """Reads what a process adds to its trace."""
+    """Reads the lines that a process adds to its trace."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,12 +69,12 @@ class Follower:
         self._end = 0
 
     def follow(self) -> None:
-        """Read the lines that are new, or all if another process has begun the file again."""
+        """Read the new lines, or all lines if another process has replaced the file."""
         with self.path.open("rb") as file:
             first = file.readline()
             try:
                 head = json.loads(first + b"]}")
-            except ValueError:  # Being written.
+            except ValueError:  # The process is writing the line.
                 return
             if head["otherData"] != self.about or file.seek(0, os.SEEK_END) < self._end:
                 self.about, self._end = head["otherData"], len(first)
@@ -102,11 +102,11 @@ class Follower:
         return (microseconds + float(self.about["wall_minus_clock_us"])) / 1e6
 
     def rates(self) -> Points:
-        """Return the steps a second, at most once a second."""
+        """Return the steps per second, with at most one point per second."""
         rates: Points = []
         since, before = 0.0, float("inf")
         for moment, values in self.progress:
-            if values["steps"] < before:  # The first one, or those of another process.
+            if values["steps"] < before:  # The first point, or another process began.
                 since, before = moment, values["steps"]
             elif values["steps"] > before and moment - since >= 1:
                 rates.append((moment, (values["steps"] - before) / (moment - since)))
@@ -114,7 +114,7 @@ class Follower:
         return rates
 
     def shares(self) -> dict[str, float]:
-        """Return the part of the last seconds in spans of each name."""
+        """Return the share of the last seconds that spans of each name take."""
         until, after = self.progress[-1]
         old = [point for point in self.progress if point[0] <= until - _SHARE_SECONDS]
         since, before = old[-1] if old else self.progress[0]
@@ -124,7 +124,7 @@ class Follower:
 
 
 class JobFolder:
-    """Tells what the folder of a job contains; keeps only how far each trace was read."""
+    """Reads the folder of a job; remembers only how far it has read each trace."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -132,7 +132,7 @@ class JobFolder:
         self.lock = threading.Lock()  # To hold during `state` and `timeline`.
 
     def state(self) -> dict[str, Any]:
-        """Return what the page shows, but for the timeline."""
+        """Return the data of the page, except the timeline."""
         notes, tasks, traces = self._read()
         changes: dict[str, float] = {}
         series: dict[str, dict[str, Points]] = defaultdict(lambda: defaultdict(list))
@@ -142,7 +142,7 @@ class JobFolder:
                 for name, points in {"steps/s": each.rates(), **each.values}.items():
                     series[name][tasks[label]["name"]] += points
                 for text, moment in each.changes.items():
-                    if ":" in text:  # Each worker notes it; the first one counts.
+                    if ":" in text:  # Each worker records it; the first record counts.
                         changes[text] = min(moment, changes.get(text, moment))
         for label, task in tasks.items():
             task["log"] = self._log(label)
@@ -162,7 +162,7 @@ class JobFolder:
         }
 
     def timeline(self) -> list[tuple[str, list[tuple[float, float, str, str]]]]:
-        """Return the last spans of each thread: milliseconds since 1970 and in it, name, title."""
+        """Return each thread's last spans: start since 1970 and duration in ms, name, title."""
         _, tasks, traces = self._read()
         rows = []
         for label in filter(traces.get, tasks):
@@ -176,7 +176,7 @@ class JobFolder:
         return rows
 
     def report(self) -> str:
-        """Return the trace report on the whole job."""
+        """Return the trace report of the whole job."""
         _, folder = self._notes()
         if sum(path.stat().st_size for path in folder.glob("trace-*.json")) > _REPORT_BYTES:
             return f"The traces are large. Run: ndistribute trace report {folder}"
@@ -190,20 +190,20 @@ class JobFolder:
         notes: list[dict[str, Any]] = []
         path = self._folder / JOURNAL
         for line in path.read_bytes().splitlines() if path.exists() else ():
-            with contextlib.suppress(ValueError):  # Being written, or cut by a full disk.
+            with contextlib.suppress(ValueError):  # It is being written, or a full disk cut it.
                 notes.append(json.loads(line))
         return notes, Path(notes[0]["traces"]) if notes else self._folder
 
     def _read(self) -> tuple[list[dict[str, Any]], Tasks, dict[str, list[Follower]]]:
-        """Return the journal's lines, the tasks, and the followers of each, the oldest first."""
+        """Return the journal's lines, the tasks, and each task's followers, the oldest first."""
         notes, folder = self._notes()
         tasks, traces = _noted(notes), defaultdict[str, list[Follower]](list)
-        since = notes[0]["time"] - 1 if notes else 0.0  # A file system may count whole seconds.
+        since = notes[0]["time"] - 1 if notes else 0.0  # File times may be whole seconds.
         moments = {path: path.stat().st_mtime for path in folder.glob("trace-*.json")}
         for path in sorted(moments, key=lambda path: moments[path]):
             follower = self._followers.setdefault(path, Follower(path))
             follower.follow()
-            if follower.about and moments[path] >= since:  # Else it is of an earlier job.
+            if follower.about and moments[path] >= since:  # Otherwise it belongs to an earlier job.
                 label = _label(follower.about, tasks)
                 tasks.setdefault(label, _from_trace(label, follower.about))
                 traces[label].append(follower)
@@ -253,18 +253,18 @@ def _task(label: str, host: str) -> dict[str, Any]:
 
 
 def _from_trace(label: str, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a task of which there is nothing but a trace."""
+    """Return a task that is known only from a trace."""
     state = "ended" if _has_ended(about) else "running" if about["host"] == platform.node() else ""
     return _task(label, about["host"]) | {"state": state}
 
 
 def _has_ended(about: Mapping[str, Any]) -> bool:
-    """Return True if it was a process of this host, and there is none of its number."""
+    """Return True if the process ran on this host, and no process has its number now."""
     return about["host"] == platform.node() and not Path(f"/proc/{about['pid']}").exists()
 
 
 def _label(about: Mapping[str, Any], tasks: Tasks) -> str:
-    """Return the label of the task whose process wrote a trace: its reaper's child, or by name."""
+    """Return the label of the task that wrote a trace, found by its reaper or by its name."""
     for label, task in tasks.items():
         if (about["ppid"], about["host"]) == (task["pid"], task["host"]) and label != MPIEXEC:
             return label
@@ -274,7 +274,7 @@ def _label(about: Mapping[str, Any], tasks: Tasks) -> str:
 
 
 def _traced(traces: Sequence[Follower], runs: bool) -> dict[str, Any]:
-    """Return what the newest trace of a task tells of it."""
+    """Return the facts about a task from its newest trace."""
     newest = traces[-1]
     known: dict[str, Any] = {"wait": newest.wait if runs else None}
     known["metrics"] = {name: points[-1][1] for name, points in newest.values.items()}
@@ -286,7 +286,7 @@ def _traced(traces: Sequence[Follower], runs: bool) -> dict[str, Any]:
 
 
 def _who_waits(tasks: Tasks) -> str:
-    """Return a sentence on those who have waited long, and for whom; '' if nobody has."""
+    """Return a sentence on tasks that have waited long, and for which ones; '' if none has."""
     now, workers = time.time(), [t for t in tasks.values() if t["role"] in ("worker", "chief")]
     waiting = [t for t in workers if (t.get("wait") or (now,))[0] < now - _LONG_WAIT_SECONDS]
     if not waiting:
@@ -302,14 +302,14 @@ def _who_waits(tasks: Tasks) -> str:
 
 def _keep(points: list[Any], point: Any) -> None:
     points.append(point)
-    if len(points) > _MOST_POINTS:  # Older ones become rarer.
+    if len(points) > _MOST_POINTS:  # Thin out the older points.
         del points[1 : len(points) // 2 : 2]
 
 
 class PageServer(ThreadingHTTPServer):
-    """A server on loopback whose end waits for no browser."""
+    """A server on loopback that can end while browsers are connected."""
 
-    daemon_threads = False  # They are joined at the end.
+    daemon_threads = False  # The server joins them when it ends.
 
     def __init__(self, job: JobFolder) -> None:
         self.token, self.job = secrets.token_urlsafe(16), job
@@ -319,7 +319,7 @@ class PageServer(ThreadingHTTPServer):
         self.address = f"http://127.0.0.1:{self.server_address[1]}/{self.token}/"
 
     def server_bind(self) -> None:
-        """Bind without asking for the name of this machine, which may take long."""
+        """Bind without a look-up of this machine's name, which may take long."""
         TCPServer.server_bind(self)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -331,23 +331,23 @@ class PageServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print nothing: the browser has gone."""
+        """Print nothing: the browser has closed the connection."""
 
     def await_last_look(self) -> None:
-        """Wait shortly, if a page is open, until it has the end of the job."""
+        """If a page is open, wait briefly until it has received the end of the job."""
         if time.monotonic() - self.asked < _LAST_LOOK_SECONDS:
             self.has_told_end.wait(_LAST_LOOK_SECONDS)
 
     def server_close(self) -> None:
         for connection in [*self._connections]:
-            with contextlib.suppress(OSError):  # Browsers open some that they do not use.
+            with contextlib.suppress(OSError):  # Browsers open spare connections.
                 connection.shutdown(socket.SHUT_RDWR)
         super().server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: PageServer
-    timeout = 30.0  # Of a connection without a request.
+    timeout = 30.0  # The time limit of a connection without a request.
 
     def do_GET(self) -> None:
         token, _, name = self.path.lstrip("/").partition("/")
@@ -375,7 +375,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _is_allowed(self, token: str) -> bool:
         """Return True if the token is right, and the browser asks for this machine by its name.
 
-        A page of another site could let its name mean 127.0.0.1, but not change `Host`.
+        Another site could make its name resolve to 127.0.0.1, but cannot change `Host`.
         """
         try:
             host = urlsplit(f"//{self.headers.get('Host', '')}").hostname

@@ -22,12 +22,12 @@ def run(
 ) -> list[Any]:
     """Run a function or a script in every task of a job on a Dask cluster, and wait for the end.
 
-    Each task is a process beside its Dask worker. All else is as in `ndistribute.launcher.ray.run`.
+    Each task is a process beside its Dask worker. Otherwise see `ndistribute.launcher.ray.run`.
 
     Args:
         fn_or_script: a function that each task calls, or the path of a script that it runs.
-        num_workers: the number of workers; some Dask workers run several of them if there are
-            fewer Dask workers.
+        num_workers: the number of workers; if there are fewer Dask workers, some of these run
+            several workers.
         num_ps: the number of parameter servers.
         client: a ``distributed.Client``; None: the current one.
         resources: the resources that each worker and the chief need of a Dask worker, for example

@@ -1,4 +1,4 @@
-"""Checks what this machine offers for distributed jobs, and how to get what is missing or slow.
+"""Checks what this machine offers for distributed jobs, and how to improve it.
 
 No check raises, because the checks are for broken machines. Launchers use the BLAS settings.
 """
@@ -31,7 +31,7 @@ from ndistribute.launcher.commands import find_mpiexec
 State = Literal["ok", "slow", "missing", "absent"]
 
 _LEAST_SHARED_MEMORY = 512 << 20
-# How long products are timed: a trial on busy cores takes less.
+# How long matrix products are timed: longer than a trial on busy cores takes.
 _TRY_SECONDS = 1.0
 _KERNEL_VARIABLE = "OPENBLAS_CORETYPE"
 _AVX512 = frozenset(("avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"))
@@ -53,7 +53,7 @@ _OPTIONAL = (
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check: all jobs need what is ``missing``, some need what is ``absent``."""
+    """The result of a check; ``missing``: all jobs need it; ``absent``: only some jobs do."""
 
     name: str
     state: State
@@ -147,7 +147,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _jax() -> Finding:
-    """Say which devices compiled steps have; another process asks, and frees them at its end."""
+    """Say which devices compiled steps can use; another process asks, then frees them."""
     ask = "import jax; print(*(d.device_kind for d in jax.devices()), sep='|')"
     options: Any = {"env": os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, "timeout": 60}
     options |= {"stderr": subprocess.DEVNULL, "text": True}
@@ -204,12 +204,12 @@ def _network() -> Iterator[Finding]:
 
 
 def _either(name: str, good: str | None, state: State, text: str, remedy: str) -> Finding:
-    """Return an ``ok`` result if something was found, else the given state and remedy."""
+    """Return an ``ok`` result if `good` is not None, otherwise one with `state` and `remedy`."""
     return Finding(name, "ok", good) if good else Finding(name, state, text, remedy)
 
 
 def _cpu_flags() -> frozenset[str]:
-    """Return the flags of the processor, none if /proc does not list them."""
+    """Return the flags of the processor; empty if /proc does not list them."""
     with contextlib.suppress(OSError):
         flags = re.search(r"^(?:flags|Features)\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.M)
         return frozenset(flags[1].split() if flags else ())

@@ -1,7 +1,7 @@
 """The supervisor of an elastic job: workers are started again, added and removed one by one.
 
-It tells the others nothing: a worker that starts finds the job by the addresses in its `TF_CONFIG`,
-and joins by itself. Which workers there should be is a pure function of the hosts, `replan`.
+It sends nothing to running workers: a new worker finds the job by the addresses in its `TF_CONFIG`,
+and joins by itself. A pure function, `replan`, computes from the hosts which workers should run.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from ndistribute.launcher.supervisor import PREEMPTED, Start, Task, TaskSupervis
 
 # How often a worker is started again if --max-restarts does not say.
 RESTARTS = 5
-# The same in a row after ssh failed: a host may be away for some minutes, such as for a reboot.
+# The same after consecutive failures of ssh: a host may be away for minutes, as in a reboot.
 TRIES = 20
-# Seconds after SIGTERM in which a worker whose host was removed has to end its step.
+# Seconds after SIGTERM within which a worker of a removed host must end its step.
 HANDOVER_SECONDS = 30.0
 _LOOK_SECONDS = 1.0
-# A restart is immediate if the worker ran for as long.
+# A restart is immediate if the worker ran at least this long.
 _STEADY_SECONDS = 10.0
-# Whoever was started later than this before the work was done may not have joined.
+# A worker started within this time before the end of the work may not have joined.
 _JOINING_SECONDS = 60.0
 
-Place = tuple[str, int]  # A host and the number of the worker there.
+Place = tuple[str, int]  # A host and the number of the worker on it.
 
 
 def places_on(hosts: Sequence[Host]) -> list[Place]:
-    """Return the places of the workers by index; a host that is named again goes on counting.
+    """Return the workers' places by index; a host that is named again continues its count.
 
     >>> places_on([Host("a", 2), Host("b", 1), Host("a", 1)])
     [('a', 0), ('a', 1), ('b', 0), ('a', 2)]
@@ -46,11 +46,11 @@ def places_on(hosts: Sequence[Host]) -> list[Place]:
 def replan(
     known: Sequence[Place], present: Collection[int], hosts: Sequence[Host], most: int | None
 ) -> tuple[list[int], list[Place]]:
-    """Return the indexes of the workers that there should be, and the places of new ones.
+    """Return the indexes of the workers that should run, and the places of new workers.
 
     Args:
-        known: the place of each worker that there ever was, by index.
-        present: the indexes of those that were not removed.
+        known: the place of each worker that was ever planned, by index.
+        present: the indexes of workers that were not removed.
         hosts: the hosts that the job may use now.
         most: the largest number of workers; None: as many as fit.
 
@@ -61,19 +61,19 @@ def replan(
     stay = [index for index in present if known[index] in room]
     free = [place for place in room if place not in [known[index] for index in stay]]
     free = free if most is None else free[: max(0, most - len(stay))]
-    # A worker that comes back has its index and address again.
+    # A worker that comes back keeps its index and address.
     stay += [known.index(place) for place in free if place in known]
     return stay, [place for place in free if place not in known]
 
 
 @dataclass(kw_only=True)
 class ElasticSupervisor(TaskSupervisor):
-    """A job whose workers come and go; `restarts` counts for each worker."""
+    """A job whose workers may join and leave; `restarts` is the limit for each worker."""
 
-    options: JobOptions  # Its hosts are those that were ever named, in the order of the indexes.
-    start_all: Callable[[JobOptions], list[Start]]  # Returns how each worker is started.
+    options: JobOptions  # All hosts that were ever named, in the order of the indexes.
+    start_all: Callable[[JobOptions], list[Start]]  # Returns the `Start` of each worker.
     spares: Spares | None = None
-    _texts: list[str] = field(default_factory=list)  # The hosts' file as followed, and as seen.
+    _texts: list[str] = field(default_factory=list)  # The hosts' file as applied and as read.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,7 +82,7 @@ class ElasticSupervisor(TaskSupervisor):
         self._due[self._look] = time.monotonic() + _LOOK_SECONDS
 
     def _look(self) -> None:
-        """Start missing spares, later than the worker that took one, and read the hosts' file."""
+        """Start missing spares some time after one was used, and read the hosts' file."""
         if any(task.code == 0 for task in self._tasks):  # The work is done.
             return
         self._due[self._look] = time.monotonic() + _LOOK_SECONDS
@@ -95,7 +95,7 @@ class ElasticSupervisor(TaskSupervisor):
 
     def _follow(self, path: Path, text: str) -> None:
         followed, seen = self._texts
-        # What has changed since the last look may not be written to its end.
+        # If the text has changed since the last look, it may be incomplete.
         self._texts = [text if text == seen else followed, text]
         if text == seen != followed:
             try:
@@ -117,7 +117,7 @@ class ElasticSupervisor(TaskSupervisor):
         for index, task in enumerate(self._tasks):
             if task.removed and index in stay:
                 task.removed = False
-                if task.code is not None:  # Else it is restarted when it has ended.
+                if task.code is not None:  # Otherwise it is restarted when it ends.
                     self._add(task)
             elif index not in stay and not task.removed:
                 task.removed = True
@@ -135,16 +135,16 @@ class ElasticSupervisor(TaskSupervisor):
         self._start_later(task, 0.0)
 
     def _start(self, task: Task) -> None:
-        # It may have been removed, or started otherwise, since this was planned.
+        # Since this was planned, the task may have been removed or started.
         if task not in self._tasks or task.removed or task.running is not None:
             return
-        if task.joins:  # It may find the job only by the addresses of workers that were added.
+        if task.joins:  # It needs the addresses of added workers to find the job.
             task.start = self.start_all(self.options)[self._tasks.index(task)]
         task.since = time.monotonic()
         super()._start(task)
 
     def _judge(self, task: Task, can_restart: bool) -> Verdict:
-        if task.removed and task.code == 0:  # It handed over; the work is not done.
+        if task.removed and task.code == 0:  # It handed over before the work was done.
             task.code = PREEMPTED
         if task.code == 0:
             newest = time.monotonic() - _JOINING_SECONDS

@@ -1,4 +1,4 @@
-"""What the launcher is asked for: the options of a job, as plain values."""
+"""The options of a job, as plain values."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class JobOptions:
     chief: bool = False  # Whether a chief runs the script too.
     mpi: bool = False
     port: int = DEFAULT_PORT  # The first port on each of several hosts.
-    # Of the whole job; with servers, of single tasks; if the job is elastic, of each worker.
+    # For the whole job; with servers, for single tasks; in an elastic job, for each worker.
     max_restarts: int = 0
     log_dir: Path | None = None
     timeout: float | None = None  # Seconds after which the job is stopped.
     snapshot_dir: Path | None = None
     snapshot_seconds: float | None = None
     durable: bool = False  # Servers log each update there before they acknowledge it.
-    verbose: bool = False  # Whole tracebacks, and that of the first failure again at the end.
-    min_workers: int = 0  # With which an elastic job goes on; 0: the job is not elastic.
-    max_workers: int | None = None  # None: as many as the hosts take.
-    spares: int = 0  # Processes that have imported in advance.
-    dashboard: bool = False  # Whether a page shows the job; what it shows is in `log_dir`.
-    hosts_file: Path | None = None  # Watched: workers are added and removed.
+    verbose: bool = False  # All tracebacks in full, and the first failure's again at the end.
+    min_workers: int = 0  # With fewer, an elastic job ends; 0: the job is not elastic.
+    max_workers: int | None = None  # None: as many as fit on the hosts.
+    spares: int = 0  # The number of processes that import in advance.
+    dashboard: bool = False  # Whether a page shows the job; its data is in `log_dir`.
+    hosts_file: Path | None = None  # Changes of it add and remove workers.
 
     @property
     def processes(self) -> int:

@@ -36,7 +36,7 @@ from ndistribute.transport.listener import LISTEN_FD, listen, reserve
 
 _SNAPSHOT_DIR = "NDISTRIBUTE_SNAPSHOT_DIR"
 _SECRET = "NDISTRIBUTE_SECRET"
-# Variables of a surrounding job; each process gets its own.
+# Variables that a surrounding job may have set; each process gets its own values.
 _OURS = ("TF_CONFIG", LISTEN_FD)
 
 
@@ -71,7 +71,7 @@ def task_starts(
 
 
 def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
-    """Run a job to its end; return the exit code of the first failure, 124 at a timeout, or 0."""
+    """Run a job to its end; return the first failure's exit code, 124 after a timeout, or 0."""
     _open_standard_streams()
     _check_limits(max(options.processes, options.max_workers or 0) + options.spares)
     mpi = commands.find_mpiexec() if options.mpi else None
@@ -82,7 +82,7 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
     restarts, again = (options.max_restarts, 0) if single else (0, options.max_restarts)
     with contextlib.ExitStack() as opened:
         out = Writer(stdout)
-        # One queue if both are the same file, to keep the order of lines.
+        # If both are the same file, one writer keeps the order of lines.
         err = out if os.path.sameopenfile(stdout, stderr) else Writer(stderr)
         console = opened.enter_context(contextlib.closing(Console(out, err, options.log_dir)))
         console.short = not options.verbose
@@ -110,7 +110,7 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
         for attempt in range(again + 1):
             if attempt:
                 console.begin(attempt)
-            # With a new secret.
+            # Each attempt has a new secret.
             starts = [_mpi_start(mpi, options, environ, *pipes)] if mpi else start_all(options)
             outcome = supervise(restarts=TRIES * len(probes)).run(probes if attempt else [])
             if outcome.reason == "failed":
@@ -171,7 +171,7 @@ def _environment(options: JobOptions, stderr: int) -> dict[str, str]:
     dropped = (*_OURS, _SECRET) if options.mpi else _OURS
     environ = {name: value for name, value in os.environ.items() if name not in dropped}
     environ[JOB_ID] = job_environment(environ)[JOB_ID]
-    if options.min_workers:  # A worker that is started again needs the secret of the others.
+    if options.min_workers:  # A restarted worker needs the others' secret.
         environ |= job_environment(environ)
     if options.dashboard and options.log_dir is not None:
         traces = environ.get("NDISTRIBUTE_TRACE") or str(options.log_dir.absolute())
@@ -222,7 +222,7 @@ def _tasks(
 
 
 def _probes(options: JobOptions, silence: float) -> list[Start]:
-    """Return what must end well on each other host before a job starts there again."""
+    """Return checks that must succeed on each other host before the job starts there again."""
     argv = "/bin/sh", "-c", commands.former_tasks_end(silence)
     others = [host for host in options.hosts if not is_this_machine(host.name)]
     return [Start(f"ssh {host.name}", argv, {}, host=host) for host in others]
@@ -231,9 +231,9 @@ def _probes(options: JobOptions, silence: float) -> list[Start]:
 def _listen(
     options: JobOptions, listeners: dict[int, socket.socket], opened: contextlib.ExitStack
 ) -> None:
-    """Add the sockets of the tasks of this machine that have none yet, by rank.
+    """Add sockets, by rank, for those tasks of this machine that have none yet.
 
-    No other program can take a port, even while a task restarts. Connections are refused then.
+    No other program can take a port, even while a task restarts and refuses connections.
     """
     with contextlib.ExitStack() as new:  # All or none.
         added = {
@@ -254,7 +254,7 @@ def _mpi_start(
 ) -> Start:
     settings = blas_settings(environ, options.sharing)
     if mpi.family != "mpich" or options.is_local:
-        # MPICH adds the rank to every write; unbuffered writes would get it inside of lines.
+        # MPICH adds the rank to every write, so unbuffered writes would get it within lines.
         settings["PYTHONUNBUFFERED"] = "1"
     ours = [name for name in environ if name.startswith(("NDISTRIBUTE_", "OMP_", "OPENBLAS_"))]
     names = sorted({*ours, *settings, JOB_ID} - {_SECRET})
@@ -296,7 +296,7 @@ def _report(
 
 
 def _open_standard_streams() -> None:
-    """Open closed standard streams, or the next opened file would get their descriptors."""
+    """Open closed standard streams, whose descriptors the next opened file would get."""
     while (fd := os.open(os.devnull, os.O_RDWR)) < 3:
         pass
     os.close(fd)

@@ -32,7 +32,7 @@ _WRITE_BYTES = 1 << 14
 
 
 class Writer:
-    """A writer with a thread: if the reader stops, it drops the oldest data and never blocks."""
+    """Writes on a thread and never blocks: if the reader stops, it drops the oldest data."""
 
     error: OSError | None = None
 
@@ -93,9 +93,9 @@ class Writer:
 class Console:
     """Prints lines with their rank or task, keeps the last lines of each, and writes logs."""
 
-    # Whether a traceback that another rank has printed is printed in one line.
+    # Whether a traceback that another rank has printed is shortened to one line.
     short = False
-    # A file of what became of the tasks, which the dashboard reads: a JSON object a line.
+    # Records starts and ends of tasks for the dashboard, with one JSON object per line.
     journal: Path | None = None
 
     def __init__(self, out: Writer, err: Writer, log_dir: Path | None = None) -> None:
@@ -113,8 +113,8 @@ class Console:
         self._full: set[Path] = set()
         self._rests: dict[tuple[str, str], bytes] = {}
         self._kept: dict[str, deque[bytes]] = {}
-        self._begun: dict[str, list[bytes]] = {}  # The lines of tracebacks that have no end yet.
-        self._first: dict[tuple[bytes, ...], str] = {}  # The rank that printed a traceback first.
+        self._begun: dict[str, list[bytes]] = {}  # The lines of unfinished tracebacks.
+        self._first: dict[tuple[bytes, ...], str] = {}  # The first rank that printed a traceback.
         self._again = ""  # The rank whose traceback was shortened last.
         self.reported: list[str] = []
         self.in_sight = deque[str](maxlen=_SCREEN_LINES)  # The ranks of the last printed lines.
@@ -125,7 +125,7 @@ class Console:
         return any(isinstance(w.error, BrokenPipeError) for w in self._writers.values())
 
     def feed(self, label: str, stream: str, data: bytes) -> None:
-        """Add data of a stream, and print complete lines; at the end, without data, the rest."""
+        """Add data of a stream, and print complete lines; empty data ends the stream."""
         *lines, rest = _BREAK.split(self._rests.get((label, stream), b"") + data)
         rest = rest if data else rest.rstrip(b"\r")
         if rest and (not data or len(rest) > _LONGEST_LINE):
@@ -160,7 +160,7 @@ class Console:
         self._writers[stream].write(b"".join(b"[%b] %b\n" % (rank.encode(), x) for x in lines))
 
     def _shortened(self, rank: str, line: bytes) -> list[bytes]:
-        """Return what to print now: a traceback is complete with the line of its exception."""
+        """Return the lines to print now; a traceback is complete with its exception's line."""
         lines = self._begun.setdefault(rank, [])
         if not lines and not line.startswith(b"Traceback (most recent call last):"):
             again, self._again = self._again == rank, ""
@@ -178,7 +178,7 @@ class Console:
         return [b"%b (as rank %b)" % (line, first.encode())]
 
     def say(self, message: str, report: Iterable[bytes] = ()) -> None:
-        """Write a message of the launcher and lines that belong to it to the standard error."""
+        """Write a message of the launcher, and lines that belong to it, to standard error."""
         text = b"\n".join([f"ndistribute run: {message}".encode(), *report])
         self._writers["stderr"].write(text + b"\n")
         self.note(text=message)
@@ -208,7 +208,7 @@ class Console:
 
     def _log(self, path: Path, data: bytes) -> None:
         try:
-            # Unbuffered: a buffer that a full disk refused would be written again at the end.
+            # Unbuffered: a buffer that a full disk refused would be written again later.
             with path.open("ab" if path in self._logs else "wb", buffering=0) as log:
                 self._logs.add(path)
                 while data:
@@ -244,7 +244,7 @@ def exit_text(code: int, host: str = "", silence: float = 0.0) -> str:
     """Return an exit code in words.
 
     `host` is the other machine on which ssh ran the process, and `silence` the seconds after which
-    ssh gives it up.
+    ssh counts it as lost.
     """
     if host and code == 255:
         return (

@@ -34,7 +34,7 @@ Work = Callable[..., Any] | str | os.PathLike[str]
 
 _FOLLOW_SECONDS = 0.25
 _CHUNK_BYTES = 1 << 20
-# Ray kills the children of an actor, but not their children: with a shell in between, the reaper
+# Ray kills the children of an actor, but not their children. With a shell in between, the reaper
 # survives and ends the task with its descendants. The shell also merges both output streams.
 _APART = ("/bin/sh", "-c", 'exec 2>&1; "$@"; exit $?', "sh")
 _CALL = f"import sys; from {__name__} import main; sys.exit(main(int(sys.argv[1])))"
@@ -48,8 +48,8 @@ class EngineOptions(TypedDict, total=False):
         chief: whether the job has a chief.
         max_restarts: how many times to restart after a failure: all tasks of a job of workers, the
             failed task of a job with servers, each worker (5 times by default) of an elastic job.
-        min_workers: with it, the job is elastic: a worker that ends starts again alone, and the
-            others go on while there are as many.
+        min_workers: makes the job elastic: a worker that fails is restarted alone, and the others
+            continue while at least this many remain.
         environ: variables to set in every task, in addition to those of the calling program that
             start with ``NDISTRIBUTE_``.
         timeout: seconds after which the job is stopped.
@@ -96,23 +96,23 @@ class PlacedTask:
             "", argv, environ, listener=self._port, saving=grace, around=_APART, inherited=files
         )
         process = Process(os.environ, start)
-        # The engine may drop this object, which must end the task.
+        # If the engine drops this object, the task must end.
         self._process, self._close = process, weakref.finalize(self, process.close)
 
     def follow(self, end: bool) -> tuple[bytes, int | None, bytes]:
-        """Return new output of the task, its exit code or None, and the pickled result."""
+        """Return new output of the task, its exit code or None, and its pickled result."""
         process, output = self._process, self._process.outputs[0][0]
         if end and not self._asked_to_end:
             self._asked_to_end = True  # A second request would skip the grace period.
             process.ask_to_end()
         ready = select.select([output, process.done], [], [], _FOLLOW_SECONDS)[0]
         chunk = os.read(output, _CHUNK_BYTES) if output in ready else b""
-        # It may have closed its output and still run.
+        # The task may still run after it has closed its output.
         if chunk or not ready or not select.select([process.done], [], [], _FOLLOW_SECONDS)[0]:
             return chunk, None, b""
         code = process.code()
         self._close()
-        set_accepting(self._port, False)  # The others learn by a refusal that it has ended.
+        set_accepting(self._port, False)  # A refusal tells others that it has ended.
         with self._file as file:
             file.seek(0)
             return b"", code, file.read()
@@ -247,7 +247,7 @@ class _Placed(Process):
 
     def loaded(self) -> Any:
         """Return the result or the exception of the function, or None if there is none."""
-        # The engine delivers it from a process that it has started.
+        # It comes from a process that the engine has started.
         return pickle.loads(self.result) if self.result else None  # noqa: S301
 
 

@@ -1,10 +1,10 @@
 """Runs one process of a job, and ends it with all its descendants when the launcher asks.
 
-This script runs each process of a job: on this machine, on other hosts, and around mpiexec. Its
-standard input comes from the launcher: `ASK` asks it to end the process, and the end of the file
-means that the launcher has ended, even by SIGKILL. On another host the file may never end, such as
-after a power cut, so `BEAT` must arrive in time. It imports only the standard library, because it
-also runs at the other end of ssh, and starts faster without the package.
+This script runs each process of a job: on this machine, on other hosts, and around mpiexec. The
+launcher writes to its standard input: `ASK` asks it to end the process, and the end of the file
+means that the launcher has ended, even by SIGKILL. On another host the file may never end, for
+example after a power cut, so `BEAT` must arrive in time. The script imports only the standard
+library, because it also runs at the other end of ssh, and starts faster without the package.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 ASK, BEAT = b".", b"+"
-# Seconds from SIGTERM to SIGKILL: for a process, and for descendants that outlive it.
+# Seconds from SIGTERM to SIGKILL, for a process and for descendants that outlive it.
 GRACE_SECONDS = 3.0
 _LEFT_BEHIND_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
@@ -67,9 +67,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _await_order(task: int, silence: float) -> bytes | None:
-    """Return what the launcher asks, nothing at the end of the input or the task, None if silent.
+    """Return the launcher's order; empty if the input or task ended; None after a silence.
 
-    If this process itself was stopped, the beats of that time are in the pipe and count.
+    If this process itself was stopped, beats that arrived meanwhile are in the pipe and count.
     """
     while ready := select.select([task, 0], [], [], silence or None)[0]:
         said = b"" if task in ready else os.read(0, 1 << 12)
@@ -83,7 +83,7 @@ def _tell_of_silence(silence: str, command: Sequence[str]) -> None:
     what = f"no beat of the launcher came in {silence} s, so this task of its job was ended"
     syslog.openlog("ndistribute", syslog.LOG_PID)
     syslog.syslog(syslog.LOG_ERR, f"{what}: {' '.join(command)[:200]}")
-    os.set_blocking(2, False)  # Nobody may read it.
+    os.set_blocking(2, False)  # Perhaps nobody reads it.
     with contextlib.suppress(OSError):
         os.write(2, f"ndistribute: {what}.\n".encode())
 
@@ -93,7 +93,7 @@ def _end_descendants(task: int, grace: float, asked: bool) -> None:
     deadline = time.monotonic() + grace
     signum: int = signal.SIGTERM
     killed = 0
-    # The next round finds children of processes that fork while they are killed.
+    # The next round finds children that processes fork while they are being killed.
     while killed < 20:
         with _descendants() as fds:
             if not fds:
@@ -143,7 +143,7 @@ def _parent(pid: str) -> int:
 
 
 def _remove_segments(since: float) -> None:
-    """Remove new MPI segments of this user that no process maps, since their owner was killed."""
+    """Remove new MPI segments of this user that no process maps: their owner was killed."""
     paths = []
     for entry in os.scandir("/dev/shm"):
         with contextlib.suppress(FileNotFoundError):

@@ -1,9 +1,9 @@
 """Processes that have imported NumPy and the package, and wait until a task needs one.
 
-An import takes 0.6 s of processor time, which a worker that is started again need not wait for.
-`Spares` is the launcher's side, `main` that of the process. The script gets the `__main__`, the
-arguments and the path that `python` gives it. The listener goes through the Unix socket that
-carries the settings: a spare started before a worker was added could not have inherited it.
+Importing takes 0.6 s of processor time; with a spare, a restarted worker does not wait for it.
+`Spares` is the launcher's side, `main` is the process's side. The script gets the same `__main__`,
+arguments and path as from `python`. The launcher sends the listener with the settings through a
+Unix socket, because a spare may have started before the worker, and its listener, was added.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ndistribute.launcher.output import exit_text
 from ndistribute.launcher.supervisor import Process, Start
 from ndistribute.transport.listener import LISTEN_FD
 
-# The imports must look for modules where those of the script do. No name in `__main__` is left.
+# The imports must search the same path as the script's. No name remains in `__main__`.
 _CODE = (
     "import sys; n = not sys.flags.safe_path; sys.path[:n] = sys.argv[1:1 + n]; del sys, n; "
     f"__import__({__name__!r}, fromlist=['main']).main()"
@@ -32,7 +32,7 @@ _CODE = (
 
 
 def spare_start(task: Start, fd: int = -1) -> Start:
-    """Return what starts a spare for tasks that have the command and the settings of `task`."""
+    """Return the `Start` of a spare for tasks with the command and settings of `task`."""
     python, script, *_ = task.argv
     path = os.getcwd() if script == "-m" else os.path.dirname(os.path.realpath(script))
     settings = {name: text for name, text in task.settings.items() if name != "TF_CONFIG"}
@@ -41,14 +41,14 @@ def spare_start(task: Start, fd: int = -1) -> Start:
 
 
 class Spares:
-    """Starts tasks: those of this machine in processes that have imported in advance."""
+    """Starts tasks; on this machine, in processes that have imported in advance."""
 
     def __init__(self, number: int, environ: Mapping[str, str], say: Callable[[str], None]) -> None:
         self._number, self._environ, self._say = number, environ, say
         self._waiting: list[Spare] = []
 
     def begin(self, task: Start) -> Process:
-        """Return the process of a task: a spare's, or a new one."""
+        """Return the process of a task, which is a spare or a new process."""
         for spare in self._waiting:
             if spare.fits(task) and not spare.has_ended():
                 self._waiting.remove(spare)
@@ -59,7 +59,7 @@ class Spares:
     def fill(self, task: Start) -> None:
         """Start spares for the settings of a task until there are enough."""
         for spare in self._waiting[:]:
-            if spare.has_ended():  # The next one might end as well.
+            if spare.has_ended():  # The next spare might end as well.
                 self._number -= 1
                 why = exit_text(spare.code())
                 self._say(f"a spare ended by itself ({why}); {self._number} left.")
@@ -84,14 +84,14 @@ class Spare(Process):
             super().__init__(environ, self._start)
 
     def fits(self, task: Start) -> bool:
-        """Return True if it has the settings of a task, but for those of that task alone."""
+        """Return True if the spare has a task's settings, except those of that task alone."""
         return task.host is None and self._start.settings.items() <= task.settings.items()
 
     def has_ended(self) -> bool:
         return bool(select.select([self.done], [], [], 0)[0])
 
     def become(self, task: Start) -> None:
-        """Run a task; if the process ends at this moment, it is the task's end."""
+        """Run a task; if the process ends at this moment, that counts as the task's end."""
         fds = [] if task.listener is None else [task.listener.fileno()]
         with self._socket, contextlib.suppress(OSError):
             # The end of the stream ends the settings.
@@ -114,11 +114,11 @@ def main() -> None:
         settings, fds, *_ = socket.recv_fds(connection, 1 << 16, 1)
         while part := connection.recv(1 << 16):
             settings += part
-    if not settings:  # The launcher needs it no longer.
+    if not settings:  # The launcher no longer needs this spare.
         return
     os.environ.update(json.loads(settings))
     for listener in fds:
-        os.set_inheritable(listener, True)  # As where it was inherited.
+        os.set_inheritable(listener, True)  # As without a spare.
         os.environ[LISTEN_FD] = str(listener)
     sys.orig_argv[:] = [sys.executable, *command]
     try:
@@ -138,7 +138,7 @@ def _run(script: str, *arguments: str) -> None:
         del sys.argv[1]
         runpy._run_module_as_main(arguments[0])  # type: ignore[attr-defined]
         return
-    path = os.path.join(os.getcwd(), script)  # As Python does, without making it shorter.
+    path = os.path.join(os.getcwd(), script)  # As Python does, without normalisation.
     loader = importlib.machinery.SourceFileLoader("__main__", path)
     namespace = sys.modules["__main__"].__dict__
     namespace |= {"__file__": path, "__cached__": None, "__loader__": loader}

@@ -1,6 +1,6 @@
 """Runs the tasks of one attempt at a job: starts, restarts and stops them, in one thread.
 
-A selector waits for output, ends of tasks and signals, until the next deadline. The function
+A selector waits for output, ends of tasks, signals and the next deadline. The function
 `verdict` decides what the end of a task means for the job.
 """
 
@@ -26,17 +26,17 @@ from ndistribute.launcher.commands import MPIEXEC, Host
 from ndistribute.launcher.output import Console, exit_text, is_loss_report
 from ndistribute.transport.listener import LISTEN_FD, set_accepting
 
-# After a task that only reports the loss of another: the time for that other one's own report.
+# If a task only reports the loss of another task, the time to wait for the other's report.
 _REPORT_SECONDS = 2.0
 # The time in which servers must end by themselves once the work is done.
 _FINISH_SECONDS = 10.0
-# The time of a reaper beyond the grace of its process.
+# The time that a reaper needs beyond the grace of its process.
 _REAPING_SECONDS = 5.0
 _LONGEST_DELAY_SECONDS = 30.0
-# The exit code of a task that SIGTERM ended, such as a worker that handed over.
+# The exit code of a task ended by SIGTERM, such as a worker that handed over.
 PREEMPTED = 128 + signal.SIGTERM
-_BEATS = 8  # Beats within the time after which other hosts end their tasks.
-# More than a full pipe; a limit, because a descendant may write forever.
+_BEATS = 8  # The number of beats within `silence`.
+# More than a full pipe holds; limited, because a descendant may write forever.
 _MOST_READS = 64
 
 
@@ -49,16 +49,16 @@ class Start:
     settings: Mapping[str, str]  # Variables added to the environment of the job.
     task_type: str = "worker"
     host: Host | None = None  # The machine to connect to by ssh; None: this one.
-    listener: socket.socket | None = None  # Inherited under its number.
+    listener: socket.socket | None = None  # Inherited with the same number.
     saving: float = 0.0  # Seconds for a last snapshot when it is told to end.
     leaving: float = 0.0  # Seconds to hand over when it alone is told to end.
     outputs: Sequence[tuple[int, str, str]] = ()  # More pipes to read: descriptor, label, stream.
     around: Sequence[str] = ()  # The command that runs the reaper.
-    inherited: Sequence[int] = ()  # More descriptors that it inherits under their numbers.
+    inherited: Sequence[int] = ()  # More descriptors that it inherits, with the same numbers.
 
     @property
     def name(self) -> str:
-        """What messages call it; a worker without servers has its index alone as its label."""
+        """The name in messages; in a job without servers, a worker's label is only its index."""
         return f"worker {self.label}" if self.label.isdigit() else self.label
 
     @property
@@ -97,17 +97,17 @@ class Task:
     reports_loss: bool = False  # It only reported the loss of another task.
     running: Process | None = None  # None: not started yet.
     restarts: int = 0
-    # Of a worker of an elastic job:
+    # Only for workers of an elastic job:
     since: float = 0.0  # The monotonic time of its last start.
     quick: int = 0  # Restarts in a row, each soon after a start.
-    unreached: int = 0  # Failures of ssh in a row, which are not its own.
+    unreached: int = 0  # Consecutive failures of ssh, not of the worker.
     joins: bool = False  # It was started while the job was running.
     late: bool = False  # It may not have joined before the work was done.
     removed: bool = False  # Its host was removed.
 
     @property
     def is_away(self) -> bool:
-        """Whether ssh could not start it, or has lost it."""
+        """Whether ssh could not start the task, or lost the connection to it."""
         return self.start.host is not None and self.code == 255
 
 
@@ -116,7 +116,7 @@ def verdict(
 ) -> Verdict:
     """Return what the end of the task `ended`, one of `tasks`, means for the job.
 
-    An elastic job goes on with `min_workers` workers; 0 means that the job is not elastic.
+    An elastic job continues with `min_workers` workers; 0 means that the job is not elastic.
     """
     if min_workers:
         return _elastic_verdict(ended, tasks, restarts_left, min_workers)
@@ -126,7 +126,7 @@ def verdict(
         return Verdict.FINISH
     if ended.code == 0:
         return Verdict.GO_ON
-    # Without the chief, which alone has the result, the work of the others is lost.
+    # Only the chief has the result, so without it the others' work is lost.
     if restarts_left > 0 and not any(chiefs):
         return Verdict.AGAIN
     return Verdict.WAIT if ended.reports_loss else Verdict.FAIL
@@ -137,7 +137,7 @@ def _elastic_verdict(
 ) -> Verdict:
     left = [task for task in tasks if task.code is None]
     if any(task.code == 0 for task in tasks):
-        # The work is done, and nobody is started again. The others may still write results.
+        # The work is done, so no task is restarted. The others may still write results.
         if ended.code in (0, PREEMPTED) or ended.late or ended.removed:
             return Verdict.FINISH if all(task.late for task in left) else Verdict.GO_ON
     elif not ended.removed and (ended.code == PREEMPTED or restarts_left > 0):
@@ -182,7 +182,7 @@ class TaskSupervisor:
         for task in self._tasks:
             self._due[partial(self._start, task)] = time.monotonic() + delay
         over = threading.Event()
-        # Not the thread that writes logs, which a slow disk may hold up.
+        # A separate thread, because a slow disk may block the one that writes logs.
         name = "ndistribute beat"
         beat = threading.Thread(target=self._beat, args=[over], name=name, daemon=True)
         if self.silence:
@@ -201,10 +201,10 @@ class TaskSupervisor:
                 if task.running is not None and task.code is None:
                     task.running.close()
             self._selector.close()
-        # Without an outcome, all failed tasks only reported the loss of another.
+        # Without an outcome, all failed tasks only reported another task's loss.
         outcome = self._outcome or (self._failure() if self._failed else JobEnd("done", 0))
         for task in self._tasks:
-            # SIGTERM asked it to end, so its code also means a normal end.
+            # SIGTERM asked it to end, so the code of SIGTERM also means a normal end.
             if task.start.saving and task.code not in (0, 128 + signal.SIGTERM):
                 unsaved = JobEnd("unsaved", task.code or 1, task.start.label)
                 return outcome if outcome.reason == "failed" else unsaved
@@ -217,7 +217,7 @@ class TaskSupervisor:
                 # An earlier action may have cancelled this one.
                 if self._due.pop(action, None) is not None:
                     action()
-            # At least once a second, because the reader of the output may go at any time.
+            # Check at least once a second, because the reader of the output may leave at any time.
             left = min([1.0, *(moment - now for moment in self._due.values())])
             for key, _ in self._selector.select(max(0.0, left)):
                 key.data()
@@ -245,7 +245,7 @@ class TaskSupervisor:
 
     def _read(self, fd: int, label: str, stream: str, most: int = 1) -> None:
         """Print what a pipe has now, with at most `most` reads."""
-        # An event of the same turn may have ended its task and closed the pipe.
+        # Another event of the same round may have ended its task and closed the pipe.
         while most > 0 and fd in self._selector.get_map():
             try:
                 data = os.read(fd, 1 << 16)
@@ -267,7 +267,7 @@ class TaskSupervisor:
                 self.console.feed(*output[1:], b"")
         running.close()
         if task.start.listener is not None:
-            # Others that look for it learn at once that it does not run. The port stays ours.
+            # Tasks that connect to it learn at once that it does not run. The port stays reserved.
             set_accepting(task.start.listener, False)
         said = self.console.kept(task.start.label)
         task.reports_loss = bool(task.code) and is_loss_report(said)
@@ -292,7 +292,7 @@ class TaskSupervisor:
         return verdict(task, self._tasks, self.restarts if can_restart else 0)
 
     def _start_again(self, task: Task) -> None:
-        """Restart one task; the others go on."""
+        """Restart one task; the others continue."""
         delay = restart_delay(task.restarts)
         task.restarts += 1
         self.restarts -= 1
@@ -310,12 +310,12 @@ class TaskSupervisor:
         self._due[partial(self._start, task)] = time.monotonic() + delay
 
     def _failure(self) -> JobEnd:
-        """Return the outcome for the first task that failed by itself, or else the first failed."""
+        """Return the outcome for the task that first failed by itself, or else first failed."""
         first = [task for task in self._failed if not task.reports_loss]
         task = [*first, *self._failed][0]
         label, host = task.start.label, task.start.host
         if label == MPIEXEC:
-            # The first rank whose error is not the loss of another.
+            # The first rank whose error is not another's loss.
             kept, reported = self.console.kept, self.console.reported
             label = next((r for r in reported if not is_loss_report(kept(r))), label)
         return JobEnd("failed", task.code or 1, label, "" if host is None else host.name)
@@ -343,7 +343,7 @@ class TaskSupervisor:
         self._due = {self._tell_of_savers: time.monotonic() + reaper.GRACE_SECONDS}
         for task in self._tasks:
             self._ask_to_end(task)
-            if task.start.leaving and task.running is not None:  # That time is for one alone.
+            if task.start.leaving and task.running is not None:  # Only a lone task has it.
                 self._due[task.running.hang_up] = time.monotonic() + reaper.GRACE_SECONDS
 
     def _ask_to_end(self, task: Task) -> None:
@@ -370,7 +370,7 @@ class Process:
     outputs: Sequence[tuple[int, str, str]]  # Pipes to read: descriptor, label, stream.
     kill: Callable[[], None]  # Kills the reaper, so that the wait ends.
     lost: Exception | None = None  # Why it cannot be restarted, or None.
-    pid = 0  # Of its reaper, or of ssh.
+    pid = 0  # The number of its reaper, or of ssh.
 
     def __init__(self, environ: Mapping[str, str], start: Start) -> None:
         env, script, fds = dict(environ), "", [*start.inherited]
@@ -411,7 +411,7 @@ class Process:
         self._write(reaper.BEAT)
 
     def hang_up(self) -> None:
-        """Close its input, so that the reaper ends it; at once if it was asked before."""
+        """Close the input: the reaper then ends the process, at once if it was asked before."""
         with contextlib.suppress(BrokenPipeError):
             self._input.close()
 
@@ -422,7 +422,7 @@ class Process:
         os.close(self.done)
 
     def _write(self, data: bytes) -> None:
-        # Its exit code shows why it does not read. Another thread may have closed it.
+        # The exit code shows why it does not read. Another thread may have closed its input.
         with contextlib.suppress(BrokenPipeError, ValueError):
             self._input.write(data)
             self._input.flush()

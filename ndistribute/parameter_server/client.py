@@ -1,9 +1,9 @@
 """The client of all parameter servers of a job.
 
 A call sends all requests before it waits for the first reply. Changes are numbered, so a server
-makes each of them once. A closure is a function that a coordinator sent: its changes are held back
-until it returns or reads what it changed, and are sent with the number of the closure and numbers
-of their own, which are the same in every attempt.
+makes each of them once. A closure is a function that a coordinator sent. The client holds back the
+changes of a closure until it returns, or reads what it changed. Then it sends them with the number
+of the closure and with numbers that are the same in every attempt to run the closure.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ndistribute.transport.buffers import ReusedMemory
 from ndistribute.transport.codec import Array, Record
 from ndistribute.transport.failures import error_of
 
-Changes = Mapping[int, Sequence[m.Change]]  # By server: changes, and below their outcomes.
+Changes = Mapping[int, Sequence[m.Change]]  # By server: changes; below: their outcomes.
 Outcomes = Mapping[int, tuple[m.Outcome, ...]]
 Then = Callable[[Outcomes], None]
 
@@ -53,7 +53,7 @@ class RunningClosure:
     def __init__(self, client_id: str, number: int, low_water: int) -> None:
         self.client_id, self.number, self.attempt = client_id, number, 1
         self.low_water = low_water  # The lowest unfinished closure.
-        self._made: set[m.Mark] = set()  # By earlier attempts; this one must come to all of them.
+        self._made: set[m.Mark] = set()  # By earlier attempts; this attempt must repeat them all.
         self.in_main = threading.current_thread() is threading.main_thread()
         self.reports: dict[str, m.Report] = {}  # What the closure learned about each server.
         self.buffers: dict[Servers, _WriteBuffer] = {}
@@ -61,13 +61,13 @@ class RunningClosure:
         self.stuck: Callable[[str], None] = lambda why: None
 
     def begin_again(self, attempt: int, strategy: Any) -> None:
-        """Begin an attempt after the first: stop earlier ones, and learn what they made."""
+        """Begin a later attempt: stop the earlier ones, and get the updates that they made."""
         self.attempt = attempt
         replies = strategy.servers.ask_all(m.Rerun(self.client_id, self.number, attempt))
         self._made.update(*(reply.marks for reply in replies.values()))
 
     def match(self, mark: m.Mark | None) -> None:
-        """Compare an update, or None for the end, with what earlier attempts made."""
+        """Raise ValueError if an update, or None for the end, contradicts earlier attempts."""
         self._made.discard(mark or m.Mark())
         if any(mark is None or made[:2] == mark[:2] for made in self._made):
             raise ValueError(
@@ -109,8 +109,8 @@ class _WriteBuffer:
     def __init__(self, servers: Servers, running: RunningClosure) -> None:
         self._servers, self._running = servers, running
         self._index = len(running.buffers)  # Two strategies may use the same servers.
-        self._marks: dict[int, m.Mark] = {}  # By replica: of its last update.
-        self._flushing = threading.RLock()  # So that updates arrive in the order of their numbers.
+        self._marks: dict[int, m.Mark] = {}  # By replica: the mark of its last update.
+        self._flushing = threading.RLock()  # Keeps updates in the order of their numbers.
         self._reset()
 
     def _reset(self) -> None:
@@ -134,7 +134,7 @@ class _WriteBuffer:
             self.flush()
 
     def flush_before(self, names: Iterable[str]) -> None:
-        """Send the changes if one of these variables, which are about to be read, is among them."""
+        """Send the changes before a read, if they change one of these variables."""
         with self._flushing:  # Another thread may be sending them.
             if not self._names.isdisjoint(names):
                 self.flush()
@@ -169,7 +169,7 @@ class _WriteBuffer:
                     running.reports[report.server] = report
 
     def _owned(self, part: Any) -> Any:
-        """Return a change, or a part of it, with copies of all writable arrays."""
+        """Return a change, or a part of a change, with copies of all writable arrays."""
         if isinstance(part, np.ndarray):
             if not _writable(part):
                 return part
@@ -232,7 +232,7 @@ class ServerClient:
 
     @recorded(lambda reply, self, *_: (_SPANS.get(type(reply), "request"), self.title))
     def finish(self, call: Any, until: float = float("inf")) -> Any:
-        """Return the reply to a request, or None if there is none yet; raise a `Failure`."""
+        """Return the reply to a request, or None if there is none yet; raise for a `Failure`."""
         reply = call.result(until)
         if isinstance(reply, m.Changed):
             with self._lock:
@@ -244,7 +244,7 @@ class ServerClient:
         raise error_of(reply, _ERRORS, f"{self.title}: ")
 
     def ask_status(self) -> None:
-        """Ask a new instance of the server for the updates that it contains."""
+        """Ask a new instance of the server how many updates it contains."""
         if self._caller.instance and self._caller.instance not in self._instances:
             call = self.start(m.Status())
             totals = self.finish(call)
@@ -359,10 +359,10 @@ class Servers:
         """Make changes, atomic per server, or at the end of the closure; then call `then`.
 
         Args:
-            changes: an update, in the parts that each server makes.
-            what: the kind of the update, or the optimizer, in every attempt to run a closure.
+            changes: an update; for each server, the parts that it makes.
+            what: the kind of the update, or the optimizer; the same in every attempt.
             then: called with the outcomes.
-            replica: the number, from 1, of the replica that makes the update; 0: all together.
+            replica: the number, from 1, of the updating replica; 0: all replicas together.
         """
         running = current_closure()
         if running is not None:

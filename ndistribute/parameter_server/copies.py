@@ -1,10 +1,11 @@
 """Two copies of a shard, on two servers: one leads, and the other makes the same changes.
 
-The copy that leads executes requests, sends each change to the copy that follows, and replies when
-that has made it as well. In one epoch at most one copy leads. A copy leads the next epoch alone if
-the other is proven dead or gives its word not to follow, or if it is silent and the witness, a
-third task, agrees; the witness agrees once in an epoch. Otherwise the shard stops, so the copies of
-a network that is cut never differ. A copy that returns is filled while the other one goes on.
+The leading copy executes requests, sends each change to the following copy, and replies when the
+follower has made the change as well. In each epoch at most one copy leads. A copy leads the next
+epoch alone if the other is proven dead or promises not to follow. It also leads alone if the other
+is silent and the witness, a third task, agrees, which it does once per epoch. Otherwise the shard
+stops, so the copies never diverge when the network is cut. A copy that returns receives the state
+while the other one continues.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ WITNESS = "witness"
 """The purpose of connections to a witness."""
 SILENCE_SECONDS = 0.5
 """The silence after which the other copy and the clients look for another leader."""
-_LEASE_SECONDS = 0.3  # For reads, after the follower's last word: it takes longer to lead.
+_LEASE_SECONDS = 0.3  # For reads, after the follower's last reply: it leads later than that.
 _BEAT_SECONDS = 0.1
 _ASK_SECONDS = 0.15  # For a reply to a beat or vote, also to connect.
-_HOLD_SECONDS = 0.5  # A client may wait as long to hear whether this copy will lead,
-_CONFIRM_SECONDS = 1.5  # and for the other copy, or the word that it is gone.
-_REFILL_SECONDS = 5.0  # A copy that is filled asks again after such a pause.
+_HOLD_SECONDS = 0.5  # How long a client may wait to learn whether this copy will lead,
+_CONFIRM_SECONDS = 1.5  # and until the other copy has a change or counts as lost.
+_REFILL_SECONDS = 5.0  # After a pause of this length, a copy asks again for the state.
 _CALL_SECONDS = 600.0
 _BATCH = 64  # Changes in one message.
 _DOES = {
@@ -53,11 +54,11 @@ _log = logging.getLogger("ndistribute")
 
 Role = Literal["new", "joins", "follows", "leads"]
 Step = Literal["wait", "lead", "anew", "join", "leave", "dismiss", "vote", "fill"]
-_VOTED: tuple[Step, ...] = ("wait", "lead", "leave")  # By what the witness says.
+_VOTED: tuple[Step, ...] = ("wait", "lead", "leave")  # By the number that the witness replies.
 
 
 def homes(cluster: ClusterSpec, shard: int) -> tuple[int, int]:
-    """Return the servers of both copies of the shard of a server: itself, and the next one.
+    """Return the servers with the two copies of a server's shard: itself and the next one.
 
     >>> homes(ClusterSpec({"ps": ["a:1", "b:1", "c:1"]}), 2)
     (2, 0)
@@ -67,7 +68,7 @@ def homes(cluster: ClusterSpec, shard: int) -> tuple[int, int]:
 
 
 def witness_of(cluster: ClusterSpec, shard: int) -> tuple[str, int] | None:
-    """Return the task that votes about a shard: another server, or else the first worker.
+    """Return the task that votes about a shard: a third server, or else the first worker.
 
     >>> witness_of(ClusterSpec({"ps": ["a:1", "b:1"], "worker": ["c:1"]}), 0)
     ('worker', 0)
@@ -78,10 +79,10 @@ def witness_of(cluster: ClusterSpec, shard: int) -> tuple[str, int] | None:
 
 
 class Witness(TaskService):
-    """Agrees that a copy of a shard leads the next epoch alone, and never to both copies.
+    """Lets a copy of a shard lead the next epoch alone, but never both copies.
 
-    It keeps nothing when it is started again: it agrees only if both copies have told it their
-    epochs, and neither is ahead.
+    It forgets all votes when it restarts. It agrees only if both copies have told it their epochs,
+    and the other copy is not ahead.
     """
 
     requests = m.Vote
@@ -90,10 +91,10 @@ class Witness(TaskService):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._epochs: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        self._votes: dict[int, tuple[int, int]] = {}  # By shard: the last epoch and copy.
+        self._votes: dict[int, tuple[int, int]] = {}  # By shard: epoch and copy of the last vote.
 
     def handle(self, peer: Any, call: int, request: m.Vote) -> m.Number:
-        """Return 1 if the copy may lead the next epoch, or might if it asked; 2: the other does."""
+        """Return 1 if the copy may lead the next epoch, or could if it asked; 2: the other may."""
         epoch, copy, other = request.epoch, request.copy, 1 - request.copy
         with self._lock:
             epochs = self._epochs[request.shard]
@@ -107,23 +108,23 @@ class Witness(TaskService):
 
 
 def next_step(mine: m.Beat, other: m.Beat, copy: int, *, dead: bool, silent: bool) -> Step:
-    """Return what the copy of a number does, by what both say; a silent one has no role.
+    """Return the next step of a copy, computed from the states of both copies.
 
     Args:
-        mine: what this copy says.
-        other: what the other copy says.
+        mine: the state of this copy.
+        other: the state of the other copy, without a role if it did not answer.
         copy: the number of this copy.
         dead: whether the other process is proven to have ended.
-        silent: whether it was not heard for so long that it may lead, if there is a witness.
+        silent: whether the other copy was silent so long that the witness may let it lead.
     """
     if other.role == "leads" and (mine.role in ("new", "joins") or other.epoch > mine.epoch):
         return "join"
     if mine.role == "new":
-        # After a restart of both from their disks, who has more fills the other one.
+        # After both restart from their disks, the copy with more changes sends its state.
         first = (mine.epoch, mine.total, -copy) > (other.epoch, other.total, copy - 1)
         return "lead" if other.role == "joins" or (other.role == "new" and first) else "wait"
     if mine.role == "follows" or mine.whole:
-        if silent:  # Before it died, the other one may have been told to lead.
+        if silent:  # The witness may have let the other copy lead before it died.
             return "vote"
         if other.role == "new" and other.epoch > mine.epoch:
             return "leave"
@@ -136,7 +137,7 @@ def next_step(mine: m.Beat, other: m.Beat, copy: int, *, dead: bool, silent: boo
 
 
 class ShardCopy(StoreService):
-    """One of the two copies of a shard, with a thread that asks the other one how it is."""
+    """One of the two copies of a shard, with a thread that asks for the other one's state."""
 
     requests = m.Request | m.Beat | m.Replicate | m.Join
 
@@ -145,17 +146,17 @@ class ShardCopy(StoreService):
         self._shard, self._copy = shard, copy
         # Beats do not wait for the lock of the store, which a large change holds for long.
         self._said, self._news = m.Beat("new"), threading.Condition()
-        self._sent = 0  # The number of changes that the other copy has, or needs no more.
-        self._made = 0  # The number of changes of the copy that leads which were made here.
-        self._filled = -1.0  # When the other copy last sent what this one lacks.
-        # A copy that answers the other one in their epoch goes alone 0.5 s later at the earliest.
-        self._heard = 0.0  # When this copy sent what the other one last answered so,
-        self._promised = 0.0  # and when it last answered so itself.
+        self._sent = 0  # The number of changes that the other copy has, or no longer needs.
+        self._made = 0  # The number of the leading copy's changes that were made here.
+        self._filled = -1.0  # When the other copy last sent state that this copy lacks.
+        # A copy that answers the other within their epoch waits 0.5 s before it may lead alone.
+        self._heard = 0.0  # When this copy sent the last message that was answered so,
+        self._promised = 0.0  # and when this copy last answered so.
         self._suspects = self._refused = False
-        self._mute_until = 0.0  # The next time to tell the witness.
+        self._mute_until = 0.0  # When to tell the witness the epoch again.
         self._sending = threading.Lock()
-        self._single: Any = task.services.get("ps")  # Of this server, for one copy.
-        self._refusal = ""  # The reason why it does not even begin.
+        self._single: Any = task.services.get("ps")  # This server's service for `replicas=1`.
+        self._refusal = ""  # The reason why this copy does not begin.
         other, witness = homes(task.cluster, shard)[1 - copy], witness_of(task.cluster, shard)
         self._other = _client(task, "ps", other, COPIES[1 - copy])
         self._witness = None if witness is None else _client(task, *witness, WITNESS)
@@ -165,7 +166,7 @@ class ShardCopy(StoreService):
         super().__init__(task.snapshot_directory, name, return_seconds=silence, **saving)  # type: ignore[arg-type]
 
     def _open(self) -> None:
-        """Wait for the first connection; most jobs keep one copy, and never ask."""
+        """Wait for the first connection, because most jobs keep one copy and never connect."""
 
     def _begin(self) -> None:
         super()._open()
@@ -213,7 +214,7 @@ class ShardCopy(StoreService):
             self._witness.close()
         super().close()
 
-    # What clients ask of the copy that leads.
+    # Requests of clients to the leading copy.
 
     def _misfit(self) -> str:
         name = self._single and next(iter(self._single.store.variables.cells), "")
@@ -226,11 +227,11 @@ class ShardCopy(StoreService):
         return m.Failure("moved", self._said.why)
 
     def _logs(self, reads: bool = False) -> list[tuple[Any, int]]:
-        # Readers wait, too: what they see must not be lost.
+        # Readers wait too, because changes that they see must not be lost.
         return [*super()._logs(reads), (self, self._sent + len(self.store.pending))]
 
     def _sync(self, logs: list[tuple[Any, int]]) -> m.Failure | None:
-        """Wait until the disk has all changes, and the other copy, unless it is out."""
+        """Wait until the disk and, unless it is out of sync, the other copy have all changes."""
         if (failure := super()._sync(logs[:-1])) is not None:
             return failure
         position, until = logs[-1][1], time.monotonic() + _CONFIRM_SECONDS
@@ -257,7 +258,7 @@ class ShardCopy(StoreService):
         """
         with self._lock:
             pending, epoch, now = self.store.pending, self.store.epoch, time.monotonic()
-            # A copy may lead after it got all that was acknowledged without it.
+            # A copy may lead once it has all changes that were acknowledged without it.
             whole = self._said.whole
             changes = tuple(pending if whole else pending[:_BATCH])
             logs = self._disk is not None and bool(self._disk.logs)
@@ -275,7 +276,7 @@ class ShardCopy(StoreService):
                 self._heard = max(self._heard, now)
         return isinstance(sent, m.Number)
 
-    # What the other copy asks.
+    # Requests of the other copy.
 
     def _turn(self, role: Role, *, whole: bool = False) -> None:
         """Take a role; the caller holds the lock."""
@@ -287,10 +288,10 @@ class ShardCopy(StoreService):
             self._news.notify_all()
 
     def _answer(self, request: m.Beat) -> m.Beat:
-        with self._news:  # Whether this copy leads is decided under it as well.
+        with self._news:  # `_step` decides under the same lock whether this copy leads.
             mine, same = self._said, bool(request.role) and request.epoch == self._said.epoch
             if same and mine.role == "leads" and self._is_silent():
-                return m.Beat()  # It may go alone soon, and promises nothing.
+                return m.Beat()  # This copy may soon lead alone, so it promises nothing.
             if same and mine.role in ("follows", "leads"):
                 self._promised = time.monotonic()
         if request.leave and same and mine.role in ("follows", "joins"):
@@ -307,7 +308,7 @@ class ShardCopy(StoreService):
         return self._said
 
     def _is_silent(self) -> bool:
-        """Return whether the other copy may have gone alone; only the witness lets it."""
+        """Return whether the other copy may lead alone by now, which only the witness allows."""
         return self._witness is not None and time.monotonic() > self._heard + SILENCE_SECONDS
 
     def _keeps_word(self) -> bool:
@@ -319,7 +320,7 @@ class ShardCopy(StoreService):
         return self._said.role == "new" or (self._said.role == "follows" and late)
 
     def _follow(self, request: m.Replicate) -> m.Number | m.Failure:
-        """Make the changes of the copy that leads, but for those that were made."""
+        """Make the leading copy's changes, except those that were made before."""
         with self._lock:
             again = self._made - request.first
             role = self._said.role
@@ -327,7 +328,7 @@ class ShardCopy(StoreService):
             if not ready or request.epoch != self.store.epoch or again < 0:
                 return self._moved()
             if request.logs and not (self._disk and self._disk.logs):
-                self._forget()  # It is filled again, with a log.
+                self._forget()  # This copy receives the state again, with a log.
                 return self._moved()
             failures = [self._make(change) for change in request.changes[again:]]
             self._made = max(self._made, request.first + len(request.changes))
@@ -346,13 +347,13 @@ class ShardCopy(StoreService):
     def _make(self, change: m.Logged) -> m.Failure | None:
         try:
             reply = self.store.handle("", 0, change)[0][1]
-        except Exception as error:  # A rule of the user's, which raised on the other copy as well.
+        except Exception as error:  # A user's rule, which raised on the other copy as well.
             _log.error("%s: a change raised %s", self._title, f"{type(error).__name__}: {error}")
             return None
         return reply if isinstance(reply, m.Failure) else None
 
     def _share(self) -> m.CopyState | m.Failure:
-        """Return the state, and keep all changes from now on for the other copy."""
+        """Return the state, and keep all later changes for the other copy."""
         with self._lock:
             if self._said.role != "leads" or self._said.whole:
                 return self._moved()
@@ -366,7 +367,7 @@ class ShardCopy(StoreService):
         arrays = tuple(tensors.values())
         return m.CopyState(tuple(tensors), arrays, msgspec.json.encode(data), *rest, logs)
 
-    # What the thread does.
+    # The thread.
 
     def _suspect(self) -> None:
         """Let the thread ask the other copy at once."""
@@ -390,7 +391,7 @@ class ShardCopy(StoreService):
         """Compare with the other copy, and act."""
         mine = self._said
         other, now = self._ask(mine), time.monotonic()
-        # What a copy knew that was started again, only an earlier word of it tells.
+        # Only its earlier messages tell what a copy knew before it restarted.
         if now > self._mute_until and mine.role in ("follows", "leads"):
             self._vote(asks=False)
             # A witness that is out of reach must not delay the beats.
@@ -408,7 +409,7 @@ class ShardCopy(StoreService):
         drops = filling and (dead or now > self._heard + _REFILL_SECONDS)
         if drops or step in ("lead", "anew", "join", "leave"):
             with self._lock, self._news:
-                # The other copy may just have changed that, or have got the word of this one.
+                # The other copy may just have changed the role or received a promise.
                 if self._said is not mine or (votes and self._keeps_word()):
                     return
                 if step in ("lead", "anew"):
@@ -416,7 +417,7 @@ class ShardCopy(StoreService):
                 elif step in ("join", "leave"):
                     self._forget()
                 else:
-                    self._drop()  # Else what the other copy lacks would fill the memory.
+                    self._drop()  # Changes kept for the other copy would fill the memory.
         if step == "join":
             self._join()
         elif step == "fill":
@@ -424,13 +425,13 @@ class ShardCopy(StoreService):
 
     def _elect(self, mine: m.Beat, other: m.Beat) -> Step:
         step = _VOTED[self._vote(asks=True)]
-        if step == "wait" and other.role:  # The witness is gone, and the other copy is back.
+        if step == "wait" and other.role:  # No witness answers; the other copy is back.
             step = next_step(mine, other, self._copy, dead=False, silent=False)
-            return "anew" if step == "lead" else step  # Updates of the other one may be lost.
+            return "anew" if step == "lead" else step  # Updates of the other copy may be lost.
         return step
 
     def _ask(self, beat: m.Beat) -> m.Beat:
-        """Return what the other copy says of itself; without a role if it says nothing."""
+        """Return the state that the other copy reports; without a role if it does not answer."""
         sent, self._refused = time.monotonic(), False
         try:
             call = self._other.start(beat, _ASK_SECONDS)
@@ -448,7 +449,7 @@ class ShardCopy(StoreService):
         return reply
 
     def _vote(self, *, asks: bool) -> int:
-        """Tell the witness the epoch, and return what it says; 0 if it says nothing."""
+        """Tell the witness the epoch, and return its reply; 0 if it does not answer."""
         vote = m.Vote(self._shard, self._copy, self._said.epoch, asks)
         with contextlib.suppress(DistributeError):
             return 0 if self._witness is None else int(self._witness.call(vote, _ASK_SECONDS).value)
@@ -473,13 +474,13 @@ class ShardCopy(StoreService):
 
     def _drop(self) -> None:
         """Keep no changes for the other copy."""
-        # One more, so that a copy which was filled before does not take what comes later.
+        # One more, so that a copy with an earlier state does not accept later changes.
         self._sent += len(self.store.pending) + 1
         self.store.pending, self.store.keeps_pending = [], False
         self.store.variables.may_keep_arrays = True
 
     def _forget(self) -> None:
-        """Be filled again before this copy follows."""
+        """Require a new state before this copy follows."""
         with self._lock:
             if self._said.role == "leads":
                 _log.warning("%s was silent: %s leads now", self._title, self._other.title)
@@ -488,7 +489,7 @@ class ShardCopy(StoreService):
             self._turn("joins")
 
     def _fill(self) -> None:
-        """Send the other copy what it lacks, and then let changes wait for it."""
+        """Send the other copy the changes that it lacks; then let changes wait for it."""
         with self._sending:
             while self._send():
                 if len(self.store.pending) < _BATCH:
@@ -498,7 +499,7 @@ class ShardCopy(StoreService):
                     return
 
     def _join(self) -> None:
-        """Become a copy of the state of the other one, which leads."""
+        """Get the state from the other copy, which leads."""
         try:
             state = self._other.call(m.Join(), _CALL_SECONDS)
             if isinstance(state, m.CopyState):
@@ -531,7 +532,7 @@ class ShardCopy(StoreService):
 
 
 def serve_witness(cluster: ClusterSpec, job: str, index: int) -> RpcServer | None:
-    """Be the witness of the shards that have this task as theirs; None if no shard has."""
+    """Serve as the witness of shards; None if this task is the witness of no shard."""
     if (job, index) not in [witness_of(cluster, shard) for shard in cluster.task_indices("ps")]:
         return None
     address, credentials = cluster.task_address(job, index), credentials_of(cluster.addresses())

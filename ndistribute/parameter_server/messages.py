@@ -26,7 +26,7 @@ class Gradient(Record, frozen=True):
 class VariableUpdate(Record, frozen=True, tag="Update"):  # Logs on disks have this tag.
     """Write to a variable or to some of its rows; the outcome is `Done`.
 
-    Indices may repeat: of several assignments to a row the last counts; additions are all made.
+    Indices may repeat: the last of several assignments to a row counts; all additions are made.
     """
 
     name: str
@@ -48,11 +48,11 @@ class Apply(Record, frozen=True):
 
     @property
     def written(self) -> tuple[str, ...]:
-        """The names of what changes: the variables, their slots and the counter."""
+        """The names of everything that changes: the variables, their slots and the counter."""
         return _written(self.names, self.slots, self.counter)
 
 
-@functools.lru_cache(maxsize=1024)  # Since most steps are made again and again.
+@functools.lru_cache(maxsize=1024)  # Because most steps repeat.
 def _written(
     names: tuple[str, ...], slots: tuple[tuple[str, ...], ...], counter: str | None
 ) -> tuple[str, ...]:
@@ -108,32 +108,32 @@ class Read(Record, frozen=True):
 
 
 class Mark(NamedTuple):
-    """Which update of a closure a change belongs to, the same in every attempt to run it."""
+    """Identifies the update of a closure that a change belongs to, in all attempts to run it."""
 
     counter: str = ""  # Each replica of each strategy of the closure counts its own updates.
     number: int = 0
-    digest: int = 0  # Of what this update and those before it write, and how.
+    digest: int = 0  # The checksum of the kinds and variables of the updates so far.
 
 
 class Transaction(Record, frozen=True):
     """Make changes atomically, and each exactly once; the reply is `Changed`.
 
-    Those that were made before are left out. A closure may send several transactions: each has the
-    number of the closure, and begins where the last one ended, which differs between attempts.
+    Changes that were made before are left out. A closure may send several transactions, all with
+    its number. Each begins where the last one ended, which differs between attempts.
     """
 
     client: str  # The client id, with a random part that no restarted client repeats.
     sequence: int
-    low_water: int  # The client sends no lower number any more.
+    low_water: int  # The client no longer sends numbers below this.
     changes: tuple[Change, ...]
     marks: tuple[Mark, ...] = ()  # One for each change of a closure, in rising order per counter.
-    attempt: int = 1  # To run the closure.
+    attempt: int = 1  # The attempt to run the closure.
 
 
 class Rerun(Record, frozen=True):
     """Begin a later attempt to run a closure; the reply is `Marks`.
 
-    The server refuses transactions of earlier attempts from now on: their worker may still live.
+    From now on the server refuses transactions of earlier attempts, whose worker may still live.
     """
 
     client: str
@@ -142,7 +142,7 @@ class Rerun(Record, frozen=True):
 
 
 class Delete(Record, frozen=True):
-    """Delete those variables that exist; the reply is the `Number` of deleted ones."""
+    """Delete these variables if they exist; the reply is the `Number` of deleted variables."""
 
     names: tuple[str, ...]
 
@@ -150,9 +150,9 @@ class Delete(Record, frozen=True):
 class AwaitStep(Record, frozen=True):
     """Wait until an aggregate reaches a step; the reply is the current step, a `Number`.
 
-    The reply comes at once if the server has no contribution of the client to the current step,
-    because it was late or was lost with the server. If so many clients left that `count`
-    contributions cannot arrive, the reply is a `Failure`.
+    The reply comes at once if the server lacks the client's contribution to the current step,
+    because it came late or was lost with the server. The reply is a `Failure` if too many clients
+    have left for `count` contributions to arrive.
     """
 
     name: str
@@ -163,10 +163,10 @@ class AwaitStep(Record, frozen=True):
 class AwaitClock(Record, frozen=True):
     """Announce the step that this client is about to begin, and wait for slower clients.
 
-    The wait ends when `count` clients have come and all present clients have reached
-    `clock - slack`. Clients that left do not count. A client whose name is the same up to ``#``
-    takes the place of an earlier one. A new client starts at the lowest clock of the others, so
-    that they do not wait for it; the reply is the clock that the server counts.
+    The wait ends when `count` clients have connected and all present clients have reached
+    `clock - slack`. Clients that left do not count. A client replaces an earlier one whose name is
+    the same up to ``#``. A new client starts at the lowest clock of the others, so that they do not
+    wait for it. The reply is the clock that the server counts for this client.
     """
 
     name: str  # The group.
@@ -182,16 +182,16 @@ class Status(Record, frozen=True):
 
 
 class Assign(Record, frozen=True):
-    """Give a variable of a graph a value, or take it away."""
+    """Set the value of a graph's variable, or remove it."""
 
     name: str
     value: Array | None
-    keeps_shape: bool = True  # Unless the graph that initialised it did not know the shape.
-    dtype: str = ""  # Of text, whose bytes are the value.
+    keeps_shape: bool = True  # False if the initialising graph did not know the shape.
+    dtype: str = ""  # The dtype of text, which `value` contains as bytes.
 
 
 class NewEpoch(Record, frozen=True):
-    """Begin the epoch of a shard in which another copy leads, or the same one alone."""
+    """Begin an epoch of a shard, in which another copy leads, or the same one leads alone."""
 
     epoch: int
 
@@ -200,44 +200,44 @@ ClientChange = Create | Delete | Transaction | Rerun
 SharedChange = Assign | VariableUpdate | Apply
 """The changes of graphs' variables, which no client requests or repeats."""
 Logged = ClientChange | SharedChange | NewEpoch
-"""What changes variables; a log of it can be replayed."""
+"""The requests that change variables; a log can contain and replay them."""
 Wait = AwaitStep | AwaitClock
 Request = ClientChange | Wait | Read | Status
 
 
 class Beat(Record, frozen=True):
-    """What a copy of a shard tells the other one, which replies with its own; clients ask, too.
+    """The state of a copy of a shard; the reply is the other copy's. Clients send it to ask.
 
-    A copy is new after its start, joins while the other fills it, and then follows it or leads.
+    A copy is new after its start, joins while it receives the state, and then follows or leads.
     """
 
     role: Literal["", "new", "joins", "follows", "leads"] = ""  # Empty: a client asks.
-    whole: bool = False  # Whether it leads, and the other copy must have all changes.
+    whole: bool = False  # Whether it leads, and changes wait for the other copy.
     epoch: int = 0
-    total: int = 0  # Of all changes.
+    total: int = 0  # The number of all changes.
     start: int = 0  # See `Totals`.
-    why: str = ""  # The reason why a client does not get what it asks.
-    leave: bool = False  # Whether the other copy must not follow in this epoch any more.
+    why: str = ""  # The reason for a client why its request is refused.
+    leave: bool = False  # Whether the other copy must stop following in this epoch.
 
 
 class Replicate(Record, frozen=True):
-    """Make the changes of the copy that leads; the reply is the `Number` of changes so far."""
+    """Make the leading copy's changes; the reply is the `Number` of changes so far."""
 
     epoch: int
-    first: int  # The number of changes before these.
+    first: int  # The number of changes before this message.
     changes: tuple[Logged, ...]
-    whole: bool  # Whether the other copy has all changes before, and may lead after this one.
-    logs: bool = False  # Whether every change must be on a disk.
+    whole: bool  # Whether the copy has all earlier changes, and may lead after these.
+    logs: bool = False  # Whether every change must be logged on a disk.
 
 
 class Join(Record, frozen=True):
-    """Get the state of the copy that leads, a `CopyState`, and the changes after it."""
+    """Get the state of the leading copy, a `CopyState`, and then the changes after it."""
 
 
 class Vote(Record, frozen=True):
     """Tell the witness of a shard the epoch of a copy, or ask to lead the next one alone.
 
-    The reply is the `Number` 1 if the copy may, or might if it asked, and 2 if the other leads.
+    The reply is the `Number` 1 if the copy may lead, or could if it asked; 2: the other may.
     """
 
     shard: int
@@ -253,7 +253,7 @@ Refusal = Literal[
     "left",  # The clients that the request waited for have left.
     "superseded",  # A newer call gets the reply, or a newer attempt makes the changes.
     "full",  # The disk or the memory is full.
-    "moved",  # The other copy of the shard may lead: ask which does, and send it again.
+    "moved",  # The other copy may lead: find the leader, and send the request there.
 ]
 """The kind of the `Failure` of a request that the server did not execute."""
 
@@ -292,7 +292,7 @@ class Changed(Record, frozen=True):
 
     outcomes: tuple[Outcome, ...]
     total: int
-    repeated: bool = False  # All were made before; the outcomes are current ones.
+    repeated: bool = False  # All were made before; the outcomes are the current ones.
 
 
 class Marks(Record, frozen=True):
@@ -321,8 +321,8 @@ class CopyState(Record, frozen=True):
     names: tuple[str, ...]
     arrays: tuple[Array, ...]
     data: bytes
-    position: int  # The number of changes before.
-    floor: int  # Of the versions of new variables.
+    position: int  # The number of changes in the state.
+    floor: int  # New variables get versions above this.
     totals: Totals
     logs: bool  # Whether every change is logged on a disk.
 
@@ -331,7 +331,7 @@ Reply = Failure | Created | Values | Changed | Marks | Number | Totals | Beat
 
 
 class Report(Record, frozen=True):
-    """What one process tells another about an instance of a server; see `Totals`."""
+    """What one process knows about an instance of a server, for another; see `Totals`."""
 
     server: str  # Such as ``"ps:0"``.
     instance: str  # The random id of the instance.

@@ -1,7 +1,7 @@
 """`PairClient`: the client of a shard with two copies, which sends requests to the one that leads.
 
-Every request may be repeated, so a call whose connection is lost, or whose copy does not lead any
-more, asks both copies which of them leads, and sends its request there.
+Every request may be repeated. If the connection of a call is lost, or its copy no longer leads, the
+call asks both copies which of them leads, and sends its request there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ndistribute.transport.connection import ConnectionLostError
 from ndistribute.transport.rpc import Client, PendingCall, RepeatedCall
 
 _CONNECT_SECONDS = 0.2
-_LOOK_SECONDS = 0.7  # A copy that does not know yet whether it will lead answers after 0.5 s.
+_LOOK_SECONDS = 0.7  # A copy that is undecided whether it will lead answers after 0.5 s.
 
 
 class PairClient:
@@ -27,9 +27,9 @@ class PairClient:
     def __init__(self, copies: Sequence[Client], timeout: float) -> None:
         self.copies, self.leads, self._timeout = tuple(copies), 0, timeout
         self.name = copies[0].name
-        self.waits = copies[0].waits  # As of a client; each call hands it on.
-        self.server = ""  # The instance of the server that leads, and below of its state.
-        self.instance = ""  # Changes if the state began anew, and not if another copy leads.
+        self.waits = copies[0].waits  # As in `Client`; each call sets it.
+        self.server = ""  # The instance of the leading server.
+        self.instance = ""  # The instance of the state, which outlives a change of the leader.
 
     @classmethod
     def of(
@@ -57,11 +57,11 @@ class PairClient:
             client.close()
 
     def find(self) -> Client:
-        """Return the client of the copy that leads; ask first the one that did not.
+        """Return the client of the leading copy; ask first the copy that did not lead.
 
         Raises:
-            ConnectionLostError: neither says that it leads.
-            ValueError: one has variables of strategies with `replicas=1`.
+            ConnectionLostError: neither copy says that it leads.
+            ValueError: a server has variables of strategies with `replicas=1`.
         """
         problems = []
         for index in (1 - self.leads, self.leads):
@@ -87,7 +87,7 @@ class PairClient:
 
 
 class PairCall(RepeatedCall):
-    """A request that is sent again, to the copy that leads, until a deadline.
+    """A request that is repeated until a deadline, to the copy that leads.
 
     A request for a snapshot or a log goes to both copies.
     """
@@ -109,7 +109,7 @@ class PairCall(RepeatedCall):
             self._client = self._pair.find()
         self._connect_until = time.monotonic() + _CONNECT_SECONDS
         super()._send_once()
-        if self.connection.peer.instance != self._pair.server:  # It was started again.
+        if self.connection.peer.instance != self._pair.server:  # The server has restarted.
             self._pair.find()
 
     def _receive(self, deadline: float, until: float) -> None:

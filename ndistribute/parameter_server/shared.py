@@ -1,8 +1,8 @@
 """`SharedVariables`: the variables of a task that steps of graphs read and change.
 
-The changes are those of a parameter server, planned and made by the same functions. Each variable
-has a lock, since steps run beside each other. If the task keeps its variables on a disk, all have
-the lock of the store, and `log` writes each change down before it is made.
+The same functions plan and make the changes as in a parameter server. Each variable has a lock,
+because steps run concurrently. If the task keeps its variables on a disk, all of them share the
+lock of the store, and `log` writes each change to the disk before it is made.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class SharedVariables(Variables):
         super().__init__()
         self.log: Callable[[m.SharedChange], None] = lambda change: None
         self.sync: Callable[[], None] = lambda: None
-        """Waits until the disk, if there is one, has all changes so far."""
-        self._lock: Any = None  # That of all variables; None: each has its own.
+        """Waits until the disk, if changes are logged, has all changes so far."""
+        self._lock: Any = None  # The lock of all variables; None: each has its own.
 
     def keep(
         self, lock: Any, log: Callable[[m.SharedChange], None], sync: Callable[[], None]
     ) -> None:
-        """Let all changes hold a lock, and be logged before they are made."""
+        """Make all changes under a lock, after they are logged."""
         self._lock, self.log, self.sync = lock, log, sync
         for cell in self.cells.values():
             cell.lock = lock
@@ -59,20 +59,20 @@ class SharedVariables(Variables):
         return cell
 
     def get(self, name: str) -> Any:
-        """Return a snapshot of a value, None if there is none yet."""
+        """Return a snapshot of a variable's value, or None if it has none yet."""
         cell = self.find(name)
         with cell.lock:
             return cell.array if cell.array is None else read_only(cell.array)
 
     def value(self, name: str) -> Any:
-        """Return a snapshot of a value, or refuse a variable without one."""
+        """Return a snapshot of a variable's value, or refuse a variable without a value."""
         value = self.get(name)
         if value is None:
             raise _without_value(name)
         return value
 
     def assign(self, name: str, value: Any, keeps_shape: bool = True) -> None:
-        """Give a variable a copy of a value of its dtype and, if it keeps that, its shape."""
+        """Set a variable to a copy of a value, which must fit its dtype and a kept shape."""
         cell = self.find(name)
         with cell.lock:
             if cell.array is not None:
@@ -99,8 +99,8 @@ class SharedVariables(Variables):
             return cell.snapshot()
 
     def apply(self, change: m.Apply) -> None:
-        """Make a step of an optimizer; rows of the gradients are the only ones to change."""
-        names = sorted(change.written)  # In one order, so that steps cannot block each other.
+        """Make a step of an optimizer; of sparse gradients, only their rows change."""
+        names = sorted(change.written)  # In a fixed order, to prevent deadlocks of steps.
         held = []
         try:  # An `ExitStack` took 2 µs for four locks, as long as some steps.
             for name in names:
@@ -119,7 +119,7 @@ class SharedVariables(Variables):
                 lock.release()
 
     def clear(self) -> None:
-        """Take all values away."""
+        """Remove all values."""
         for name, cell in list(self.cells.items()):
             with cell.lock:
                 if cell.array is not None:
@@ -145,7 +145,7 @@ class SharedVariables(Variables):
 
 
 def storable(change: m.SharedChange) -> m.SharedChange:
-    """Return a change as a log can contain it."""
+    """Return a change in the form that a log can contain."""
     if isinstance(change, m.Assign) and change.value is not None:
         value, dtype = packed(change.name, change.value)
         return msgspec.structs.replace(change, value=value, dtype=dtype)
@@ -156,7 +156,7 @@ def storable(change: m.SharedChange) -> m.SharedChange:
 
 
 def packed(name: str, value: Any) -> tuple[Array, str]:
-    """Return a value as an array that files can contain; of text: its bytes, and its dtype."""
+    """Return a value as an array for files; for text, its bytes, and the dtype of the text."""
     array = to_host(value)
     if array.dtype.name in PORTABLE:
         return array, ""
@@ -170,7 +170,7 @@ def packed(name: str, value: Any) -> tuple[Array, str]:
 
 
 def unpacked(array: Any, dtype: str) -> Any:
-    """Return what `packed` got."""
+    """Return the value that was passed to `packed`."""
     return array.view(dtype)[..., 0] if dtype else array
 
 

@@ -1,7 +1,7 @@
 """Persistence of a store: snapshots, and logs of the changes since a snapshot.
 
-A log is a file of requests in the order in which the store executed them, each with a checksum and
-a mark behind it. A log and the snapshot before it contain all changes that the server acknowledged.
+A log is a file of requests, in the order in which the store executed them. Each has a checksum and
+ends with a mark. A log and the snapshot before it contain all changes that the server acknowledged.
 Reading either of them executes no code.
 """
 
@@ -33,17 +33,17 @@ from ndistribute.transport.codec import Array, Buffer, Decoder, MalformedError, 
 _CLAIM_SECONDS = 30.0  # A process that is ending may still write its last snapshot.
 _EPOCH_BITS = 30
 # A request begins with the checksum of the rest, and the lengths of the index and of all buffers,
-# which follow. The index is the control record and the length of each buffer. Each checksum goes on
-# from that of the request before, also across logs, so that none can be missing or out of order.
+# which follow. The index is the control record and the length of each buffer. A checksum continues
+# that of the request before, also across logs, so a missing or misplaced request is detected.
 _CHECKSUM, _LENGTHS = struct.Struct("<I"), struct.Struct("<QQ")
-# A log begins and each request ends with this. A request that is damaged was written as a whole if
-# a mark is behind its start, also if its lengths are damaged; otherwise the server was killed.
+# A log begins and each request ends with this. If a mark follows a damaged request, the request was
+# written completely and damaged later, perhaps in its lengths; otherwise the server was killed.
 _MARK = b"\x93nd.log\n"
 _log = logging.getLogger("ndistribute")
 
 
 class _Saved(msgspec.Struct):
-    """The JSON part of a snapshot; the name of a tensor stands for each array."""
+    """The JSON part of a snapshot, in which the name of a tensor replaces each array."""
 
     total: int
     versions: dict[str, int]
@@ -51,13 +51,13 @@ class _Saved(msgspec.Struct):
     aggregates: dict[str, Aggregation]
     clocks: dict[str, ClockGroup]
     shared: dict[str, tuple[bool, str]] = {}
-    """Whether variables of graphs keep their shapes, and the dtype of one whose bytes are kept."""
+    """Whether each variable of graphs keeps its shape, and the dtype of text saved as bytes."""
     epoch: int = 0
     kept: int = 0
 
 
 def take(store: Store) -> tuple[dict[str, Array], Any]:
-    """Return the state of a store, without waiting calls: immutable tensors, and JSON."""
+    """Return the state of a store, without waiting calls: immutable tensors and JSON data."""
     cells = store.variables.cells
     for held in store.aggregates.values():
         if not held.contributors:  # These sums are only buffers for reuse.
@@ -108,7 +108,7 @@ class UpdateLog:
 
     def __init__(self, path: Path, checksum: int) -> None:
         self.path = path
-        self.checksum = checksum  # That of the last request, here or in the log before.
+        self.checksum = checksum  # The checksum of the last request, here or in the previous log.
         self.written = 0
         self.broken: OSError | None = None  # The reason why the content of the file is unknown.
         self._synced = 0
@@ -161,7 +161,7 @@ class UpdateLog:
             self._synced = end
 
     def close(self, *, covered: bool) -> None:
-        """Close the file, which a snapshot may cover; a second call does nothing."""
+        """Close the file; `covered`: a snapshot contains it. A second call does nothing."""
         with self._syncing:
             self._synced = self.written if covered else self._synced
             if self._file >= 0:
@@ -174,13 +174,13 @@ class Disk:
 
     def __init__(self, directory: str | os.PathLike[str], task: str, *, log: bool) -> None:
         self.store: Store  # The restored store, or a new one.
-        self.resumed = self.replayed = False  # Whether a state was restored, and from a log.
+        self.resumed = self.replayed = False  # Whether a state, and a log, was restored.
         self.logs: list[UpdateLog] = []  # Logs that no snapshot covers; the last one is in use.
         self._directory, self._task = Path(directory), task
         self._stem = task.replace(":", "-")
         self._next = 1  # The number of the next log.
         self._first = 1  # The first log after the last snapshot.
-        self._checksum = 0  # That of the last request that was read from a log.
+        self._checksum = 0  # The checksum of the last request read from a log.
         self._claim = tensor_files.claim(self._directory, self._stem, _CLAIM_SECONDS)
         try:
             start = self._next_start()
@@ -240,16 +240,16 @@ class Disk:
             raise Refused(why, "full") from error
 
     def _next_start(self) -> int:
-        """Return a number above those of all earlier starts, also of those without a snapshot."""
-        # The clock may be behind that of the last start, whose number is therefore kept. It only
-        # helps where that one is missing, as in a directory that was restored from an old copy.
+        """Return a number above those of all earlier starts, even starts without a snapshot."""
+        # The number of the last start is kept, because the clock may have been set back since. The
+        # clock helps if that number is missing, as in a directory restored from an old copy.
         series = f"{self._stem}.starts"
         last = tensor_files.newest(self._directory, series)
         damaged = len(tensor_files.paths(self._directory, series, ".broken"))  # Of later starts.
         start = max(int(time.time()), 0 if last is None else last.data + 1 + damaged)
         try:
             tensor_files.write(self._directory, series, {}, start)
-        except OSError as error:  # A server goes on while its disk is full.
+        except OSError as error:  # A server continues while its disk is full.
             _log.error("%s could not write the number of this start: %s", self._task, error)
         return start
 
@@ -310,13 +310,13 @@ class Disk:
 
 
 def _requests(path: Path, later: bool, checksum: int) -> Iterator[tuple[Logged, int]]:
-    """Yield the requests in a log and their checksums, which go on from that of the log before.
+    """Yield the requests in a log and their checksums; `checksum` is the previous log's last.
 
-    One at its end that was never written as a whole is cut off.
+    A request at its end that was never written completely is cut off.
 
     Raises:
-        CheckpointCorruptError: a request that was written as a whole is damaged, or the log is not
-            whole although there are `later` ones.
+        CheckpointCorruptError: a completely written request is damaged, or the log is incomplete
+            although there are `later` logs.
     """
     decoder: Decoder[Logged] = Decoder(Logged)
     with tensor_files.open_regular(path, flags=os.O_RDWR) as file:
@@ -347,7 +347,7 @@ def _requests(path: Path, later: bool, checksum: int) -> Iterator[tuple[Logged, 
 def _request_at(
     data: memoryview, start: int, checksum: int
 ) -> tuple[Buffer, list[memoryview], int, int] | None:
-    """Return a whole request as the decoder takes it, where the next one starts, its checksum."""
+    """Return a request for the decoder, the position of the next one, and its checksum."""
     checked = start + _CHECKSUM.size
     body = checked + _LENGTHS.size
     if body > len(data):

@@ -1,7 +1,7 @@
 """`Store`: the state machine of a parameter server.
 
-It has no sockets, threads, files or clocks: the same requests in the same order give the same
-replies and the same state. So tests can simulate any behaviour of a network.
+It has no sockets, threads, files or clocks. The same requests in the same order give the same
+replies and the same state, so tests can simulate any behaviour of a network.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Answers = list[tuple[Any, m.Reply]]
 
 @dataclass(slots=True)
 class Applied:
-    """The changes that were made for a client: all below `low_water`, and those up to `last`."""
+    """The changes that were made for a client: all below `low_water`, others up to `last`."""
 
     low_water: int = 0
-    # By the number of a transaction or closure, and by counter: the last update that was made.
+    # By number of a transaction or closure, and by counter: the last update that was made.
     last: dict[int, dict[str, m.Mark]] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)  # Of closures that ran again.
 
@@ -56,7 +56,7 @@ class Applied:
 
 @dataclass(slots=True)
 class ClockGroup:
-    """The clocks of present clients, and all members that ever came."""
+    """The clocks of present clients, and the names of all clients that ever came."""
 
     present: dict[str, int] = field(default_factory=dict)
     came: set[str] = field(default_factory=set)
@@ -68,7 +68,7 @@ class ClockGroup:
         if client not in self.present:
             for earlier in [other for other in self.present if _member(other) == member]:
                 del self.present[earlier]
-            # Start at the others' clocks: otherwise they would wait for a restarted client.
+            # Start at the others' clocks, so that they do not wait for a restarted client.
             clock = max(clock, min(self.present.values(), default=0))
         self.present[client] = max(clock, self.present.get(client, 0))
 
@@ -89,13 +89,13 @@ class Store:
     def __init__(self, floor: int = 0) -> None:
         # Called before a change; only this call can still fail.
         self.log: Callable[[m.Logged], None] = lambda request: None
-        self.total = self.began = 0  # Transactions of all instances, and of earlier ones.
-        self.kept = 0  # All changes, also those that are no transactions.
+        self.total = self.began = 0  # Transactions of all instances, and of earlier instances.
+        self.kept = 0  # All changes, including those outside transactions.
         self.start = 0  # See `Totals`.
-        self.epoch = 0  # Of the leader of a shard that has two copies.
-        self.keeps_pending, self.pending = False, list[m.Logged]()  # What the other copy lacks.
+        self.epoch = 0  # The leader's epoch, for a shard with two copies.
+        self.keeps_pending, self.pending = False, list[m.Logged]()  # Changes for the other copy.
         self.variables = Variables(floor)
-        self.shared = SharedVariables()  # Those of graphs, apart from those of strategies.
+        self.shared = SharedVariables()  # The variables of graphs; strategies have other ones.
         self.applied: dict[str, Applied] = {}
         self.aggregates: dict[str, Aggregation] = {}
         self.clocks: dict[str, ClockGroup] = {}
@@ -104,7 +104,7 @@ class Store:
 
     @property
     def clients(self) -> frozenset[str]:
-        """Return the clients that others may wait for; those that do not return must leave."""
+        """Return the clients that others may wait for, which count as left unless they return."""
         members = {client for held in self.aggregates.values() for client in held.members}
         return frozenset(members.union(*(group.present for group in self.clocks.values())))
 
@@ -174,7 +174,7 @@ class Store:
         raise Refused(why, "unknown")
 
     def _keep(self, request: m.Logged) -> None:
-        """Keep a change, which is about to be made, for the log and for the other copy."""
+        """Keep a change for the log and for the other copy, before it is made."""
         self.log(request)
         self.kept += 1
         if self.keeps_pending:
@@ -200,7 +200,7 @@ class Store:
             for change, mark in zip(request.changes, missing, strict=True)
         ]
         self._keep(request)
-        # A warning that is an error would leave the rest of the changes out.
+        # If a warning raised an error, the remaining changes would be lost.
         with np.errstate(all="ignore"):
             outcomes = tuple(make() for make in planned)
         self.aggregates.update(fresh)
@@ -222,7 +222,7 @@ class Store:
         return m.Done(tuple(cell.version if cell is not None else 0 for cell in cells))
 
     def _wait(self, client: str, call: Any, request: m.Wait) -> Answers:
-        """Let a call wait in the place of an earlier one; return all replies that this gives."""
+        """Let a call wait in place of the client's earlier one; return the replies now ready."""
         name, place = request.name, (type(request), request.name, client)
         if isinstance(request, m.AwaitClock):
             self._check_clock(client, request)

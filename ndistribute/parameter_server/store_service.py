@@ -68,7 +68,7 @@ class StoreService(TaskService):
         self._asked: list[tuple[Any, Any]] = []  # Calls that wait for a snapshot.
         self._changed = self._due = self._closing = False
         self._failed_last_snapshot = False
-        self._told: dict[str, str] = {}  # What fails, and why.
+        self._told: dict[str, str] = {}  # The logged failures, and their reasons.
         self._logs_all, self._return_seconds = durability == "log", return_seconds
         self._disk: Disk | None = None
         self._open()
@@ -97,7 +97,7 @@ class StoreService(TaskService):
     def handle(self, peer: Any, call: Any, request: m.Request) -> m.Reply | None:
         """Execute a request; return the reply, or None if it is sent later."""
         reads = isinstance(request, m.Read | m.Status)
-        if isinstance(request, m.Status) and (why := self._misfit()):  # Each strategy asks first.
+        if isinstance(request, m.Status) and (why := self._misfit()):  # A strategy's first request.
             return m.Failure("mismatch", why)
         with self._lock:
             if isinstance(request, m.Status) and self._disk is not None and request.of != "memory":
@@ -135,7 +135,7 @@ class StoreService(TaskService):
         _send(answers)
 
     def close(self) -> None:
-        """Save the last changes, and make no more.
+        """Save the last changes, and refuse further ones.
 
         Raises:
             DistributeError: the last snapshot could not be written.
@@ -158,7 +158,7 @@ class StoreService(TaskService):
             )
 
     def _misfit(self) -> str:
-        """Return why a strategy cannot use this state: it would start anew beside another."""
+        """Return why a strategy cannot use this state: its folder has copies of `replicas=2`."""
         if self._directory is not None:
             for path in Path(self._directory).glob("copy-?-of-ps-*[0-9].[0-9]*"):
                 if path.is_dir() or path.stat().st_size:
@@ -170,9 +170,9 @@ class StoreService(TaskService):
         self._wake.notify_all()
 
     def _logs(self, reads: bool = False) -> list[tuple[Any, int]]:
-        """Return what must have the changes so far before a reply, and how many those are.
+        """Return the logs that must have all changes before a reply, and the positions to reach.
 
-        These are the logs and their lengths, or nothing for a request that only reads. The caller
+        A position is the length of a log. A request that only reads needs no logs. The caller
         holds the lock.
         """
         logs = (
@@ -188,7 +188,7 @@ class StoreService(TaskService):
             try:
                 log.sync(position)
             except OSError as error:
-                with self._lock:  # Only a snapshot restores a known state on the disk.
+                with self._lock:  # Only a snapshot makes the state on the disk known again.
                     self._write_soon()
                 return self._not_logged(log, error, "what was changed may be lost")
         return None
@@ -228,7 +228,7 @@ class StoreService(TaskService):
             raise UnavailableError(failure.message)
 
     def _live(self, disk: Disk, expires: float) -> None:
-        """Write snapshots until the service is closed, and a last one then."""
+        """Write snapshots until the service is closed, and then a last one."""
         closing = False
         while not closing:
             wait = max(0.0, min(self._seconds, expires - time.monotonic()))
@@ -250,7 +250,7 @@ class StoreService(TaskService):
         try:
             with self._saving:
                 totals = disk.write(self._lock)
-        except Exception as error:  # Go on without this snapshot.
+        except Exception as error:  # Continue without this snapshot.
             with self._lock:
                 self._changed = True
             self._tell("write a snapshot", error)
@@ -259,8 +259,8 @@ class StoreService(TaskService):
         return totals
 
     def _tell(self, what: str, error: Exception | None = None) -> None:
-        """Log what fails, or works again; not again for the same reason, such as a full disk."""
-        # A snapshot that is not whole has another name each time.
+        """Log that something fails or works again, but each reason, such as a full disk, once."""
+        # An incomplete snapshot has another name each time.
         reason = " ".join(word for word in f"{error or ''}".split() if ".writing" not in word)
         before, self._told[what] = self._told.get(what, ""), reason
         if reason not in ("", before):

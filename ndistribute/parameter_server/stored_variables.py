@@ -1,8 +1,8 @@
 """The variables of a server, and the changes of them: updates, optimizer steps and aggregates.
 
-Variables are read as snapshots, and changed in place if nobody reads. A change is planned first,
-with all checks and allocations; making it then cannot fail. A server plans all changes of a
-transaction before it makes the first one.
+Readers get snapshots; a variable that nobody reads is changed in place. A change is first planned,
+with all checks and allocations, and cannot fail when it is then made. A server plans all changes
+of a transaction before it makes the first one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ndistribute.update_rules import Rule, can_train, rule_named, update_rows, u
 
 Planned = Callable[[], m.Outcome]
 
-_MOST_PARTS = 16  # Sparse gradients that are held before repeated rows are added.
+_MOST_PARTS = 16  # The number of sparse gradients held before repeated rows are added.
 _LAST_STEP = 1 << 62
-_COUNT = np.dtype(np.int64)  # Of the counters of steps.
+_COUNT = np.dtype(np.int64)  # The dtype of the counters of steps.
 
 
 class Refused(Exception):  # noqa: N818 - caught where it becomes a reply, never seen by a user.
@@ -49,7 +49,7 @@ class Cell(ArrayOwner):
     def __init__(self, array: Any, version: int, lock: Any = None) -> None:
         super().__init__(array)
         self.version = version
-        self.lock = lock  # Of a variable that graphs share.
+        self.lock = lock  # The lock of a variable that graphs share.
         self.keeps_shape = True
 
     def snapshot(self) -> Array:
@@ -65,7 +65,7 @@ class Cell(ArrayOwner):
 class Variables:
     """Variables by name; new variables get versions above `floor`."""
 
-    casts: ClassVar[bool] = False  # Whether what is added may have another dtype.
+    casts: ClassVar[bool] = False  # Whether an addition may have another dtype.
 
     def __init__(self, floor: int = 0) -> None:
         self.floor = floor
@@ -84,7 +84,7 @@ class Variables:
         return cell
 
     def plan(self, wanted: Sequence[m.NewVariable]) -> tuple[dict[str, Cell], m.Created]:
-        """Return the missing variables, and the reply after they are added to `cells`."""
+        """Return the missing variables, and the reply for when they are added to `cells`."""
         made: dict[str, Cell] = {}
         states: list[Any] = []
         for new in wanted:
@@ -231,7 +231,7 @@ def _initial(new: m.NewVariable, dtype: np.dtype[Any]) -> Array | None:
 
 @functools.lru_cache(maxsize=64)
 def _can_add(added: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
-    """Return False if an addition would fail while it writes, when it is in the log already."""
+    """Return False if an addition would fail while it writes, after it was logged."""
     try:
         np.result_type(added, dtype)
     except TypeError:
@@ -277,7 +277,7 @@ class OptimizerStep:
         return functools.partial(self.make, fitted)
 
     def make(self, fitted: Sequence[Gradient]) -> Done:
-        """Make the step with gradients of which rows are unique, and the only ones to change."""
+        """Make the step; sparse gradients have unique rows, and only these rows change."""
         count = 1
         if self._change.counter is not None:
             counter = self._written[0].array
@@ -291,7 +291,7 @@ class OptimizerStep:
                     update_whole(self._rule, arrays, gradient.values, rate)
                 else:
                     update_rows(self._rule, arrays, gradient.values, indices, rate)
-        finally:  # If a user's rule raises, readers see what it has changed.
+        finally:  # If a user's rule raises, readers see its changes so far.
             for cell in self._written:
                 cell.version += 1
         return Done(tuple(target[0].version for target in self._targets))
@@ -302,16 +302,16 @@ class Aggregation:
     """The sum of the gradients of a step, and the clients that take part."""
 
     step: int = 0
-    contributors: set[str] = field(default_factory=set)  # To this step.
-    # Per variable: gradients whose sum counts. Without contributors, these are the
-    # buffers of the last step, which are reused.
+    contributors: set[str] = field(default_factory=set)  # The clients that contributed to it.
+    # Per variable: the gradients to add up. While there are no contributors, these are
+    # the buffers of the last step, for reuse.
     sums: dict[str, list[Gradient]] = field(default_factory=dict)
     members: set[str] = field(default_factory=set)  # Clients that take part.
-    peak: int = 0  # The most members at a time since there were none.
+    peak: int = 0  # The largest number of members since the group was empty.
     last_to_leave: str = ""
 
     def begin(self, step: int) -> None:
-        """Collect for a step, and drop what was collected."""
+        """Begin to collect gradients for a step, and drop those collected before."""
         self.step, self.contributors = step, set()
 
     def check(self, change: Apply, at_step: int) -> None:
@@ -358,7 +358,7 @@ class Aggregation:
             self.last_to_leave = client
 
     def reply(self, client: str, request: m.AwaitStep) -> m.Number | m.Failure | None:
-        """Return the reply to a wait that is over or cannot succeed, else None."""
+        """Return the reply to a wait that is over or cannot succeed, otherwise None."""
         over = self.step >= request.step or request.step > self.step + 1
         if over or client not in self.contributors:
             return m.Number(self.step)
@@ -373,7 +373,7 @@ class Aggregation:
 
 
 def _added(parts: list[Gradient], gradient: Gradient, *, first: bool) -> list[Gradient]:
-    """Return the gradients of a sum with one more; 16-bit floats are added in float32."""
+    """Return the gradients of a sum and another one; 16-bit floats are added in float32."""
     values, indices = gradient.values, gradient.indices
     if indices is not None:
         rows = Gradient(values.astype(computing_dtype(values.dtype)), indices.astype(np.int64))

@@ -47,15 +47,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of `Strategy.run`, with the fields of TensorFlow's.
+    """Options of `Strategy.run`, with the same fields as TensorFlow's `RunOptions`.
 
     Args:
-        experimental_enable_dynamic_batch_size: changes nothing: batches may have any size.
-        experimental_bucketizing_dynamic_shape: changes nothing: a step is compiled for each shape.
-        experimental_xla_options: must be None: JAX's own settings choose XLA's options.
+        experimental_enable_dynamic_batch_size: has no effect: batches may have any size.
+        experimental_bucketizing_dynamic_shape: has no effect: a step is compiled for each shape.
+        experimental_xla_options: must be None; set XLA's options by `XLA_FLAGS`.
 
     Raises:
-        ValueError: there are `experimental_xla_options`.
+        ValueError: `experimental_xla_options` is not None.
 
     >>> import ndistribute as nd
     >>> nd.get_strategy().run(lambda: 1, options=RunOptions())
@@ -84,7 +84,7 @@ def _alias(name: str) -> Callable[..., Any]:
 
 
 class Strategy:
-    """The base class of strategies: they run a step on every replica and combine the results.
+    """The base class of strategies, which run a step on every replica and combine the results.
 
     ``with strategy:`` enters the strategy's scope, and closes the strategy at the end of the block.
 
@@ -92,14 +92,14 @@ class Strategy:
         devices: the device of each replica of this process.
         cluster_resolver: describes the job; None for a strategy of one process.
         workers: the group of processes that reduce together; None for a strategy of one process.
-        leave: called at the end to leave the job; None: `workers` are closed.
+        leave: called at the end to leave the job; None closes `workers`.
 
     >>> import ndistribute as nd
     >>> isinstance(nd.MirroredStrategy(["cpu:0"]), nd.Strategy)
     True
     """
 
-    #: Names that `dir` and completion omit: only the package and extensions of it use them.
+    #: Names that `dir` and completion omit: only the package and its extensions use them.
     _internal = frozenset(
         "across_workers agree_on attempt batch_scale input_topology is_default let_go make_group "
         "make_variable needs_equal_parts note_state note_variable numbers regroup "
@@ -107,9 +107,9 @@ class Strategy:
         "variable_kinds".split()
     )
     is_default = False
-    session: Any = None  # Of a job whose workers come and go.
-    needs_equal_parts = False  # Whether all replicas must have as many rows of a batch.
-    _refusal = ""  # Why `run` refuses, once it does.
+    session: Any = None  # The session of an elastic job.
+    needs_equal_parts = False  # Whether all replicas must get the same number of rows.
+    _refusal = ""  # The reason why `run` raises; empty: it runs.
     _good_bye: Callable[[], Any] | None = None
     #: The class of variable for each synchronization.
     variable_kinds: ClassVar[Mapping[VariableSynchronization, type[Variable]]] = {
@@ -137,7 +137,7 @@ class Strategy:
         self._generators: dict[int, Any] = {}
         # Numbers for the names of variables without one: the same on all processes.
         self.numbers = itertools.count()
-        self._entered: _Scope[Any] = _Scope(self)  # By `with strategy:`.
+        self._entered: _Scope[Any] = _Scope(self)  # The scope of `with strategy:`.
         self._build()
         if cluster_resolver is None and not self.is_default:
             _warn_if_alone(type(self).__name__)
@@ -169,7 +169,7 @@ class Strategy:
 
         Args:
             value: the nest, with the components of this process.
-            whole: whether to raise if it lacks those of workers that were lost.
+            whole: whether to raise an error if components of lost workers are missing.
         """
         workers = self._workers
         return value if workers is None else reductions.components_of_workers(value, workers)
@@ -183,18 +183,18 @@ class Strategy:
         return copy_to(np.asarray(chiefs), device_of(initial_value))
 
     def attempt(self, call: Callable[[], T], what: str = "") -> T:
-        """Return what a function returns, which may involve other workers.
+        """Return the result of a function that may involve other workers.
 
-        Where workers come and go, the function is called again until all have completed it. If it
-        says what it returns, that is the same on all workers; newcomers to a later loop get it.
+        In an elastic job, the function is called again until all workers have completed it. `what`
+        names a result that is the same on all workers; newcomers to a later loop receive it.
         """
         return call()
 
     def note_variable(self, variable: Variable) -> None:
-        """Take notice of a new variable of this strategy."""
+        """Register a new variable of this strategy."""
 
     def note_state(self, holder: Any) -> None:
-        """Take notice of what has a state of plain values that steps change."""
+        """Register an object whose state of plain values is changed by steps."""
 
     @property
     def input_topology(self) -> Topology:
@@ -218,7 +218,7 @@ class Strategy:
 
     @property
     def batch_scale(self) -> float:
-        """The size of a batch over that at the first start, if it grows with the workers; or 1."""
+        """The ratio of the batch size to that at the first start; 1 unless workers scale it."""
         return 1.0
 
     @property
@@ -230,7 +230,8 @@ class Strategy:
     def is_chief(self) -> bool:
         """True in the one process of a job that should print or write files, such as checkpoints.
 
-        This is the chief, or worker 0 of a job without one, or a process alone, as an evaluator is.
+        This is the chief or, in a job without a chief, worker 0. It is also True in a process that
+        works alone, such as an evaluator.
         """
         me = self.cluster_resolver
         return me is None or me.task_type == "evaluator" or me.is_chief
@@ -238,7 +239,7 @@ class Strategy:
     def scope(self: S) -> contextlib.AbstractContextManager[S]:
         """Make this strategy current for a ``with`` block; it owns the variables created there.
 
-        The result may be entered any number of times.
+        The returned context manager may be entered any number of times.
 
         Raises:
             RuntimeError: entered inside a replica, or in the scope of another strategy.
@@ -287,7 +288,7 @@ class Strategy:
         return self._run_step(fn, args, dict(kwargs or {}))
 
     def _run_step(self, fn: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
-        """Return the results of all replicas of this process; the arguments are checked."""
+        """Return the results of this process's replicas; the caller has checked the arguments."""
         size = len(self.devices)
         calls = [
             (args and tree.select(args, rank, size), named and tree.select(named, rank, size))
@@ -374,9 +375,9 @@ class Strategy:
         return distribute_from_function(dataset_fn, self.input_topology, options)
 
     def elastic(self, batches: Any) -> Any:
-        """Return batches to iterate over in a loop whose workers may come and go.
+        """Return batches for a training loop which, in an elastic job, workers may join or leave.
 
-        Here workers do not change, so these are the batches, distributed.
+        The workers of this strategy do not change, so it only distributes the batches.
 
         Args:
             batches: a dataset, as for `distribute_dataset`, or a distributed one.
@@ -440,7 +441,7 @@ class Strategy:
         try:
             self._exclusively(end)
         finally:
-            if self.running_on != threading.get_ident():  # Else this thread is in a step.
+            if self.running_on != threading.get_ident():  # Otherwise this thread is in a step.
                 self._on_close()
 
     experimental_distribute_dataset = _alias("distribute_dataset")
@@ -552,7 +553,7 @@ class Strategy:
 
 
 class _Scope(contextlib.AbstractContextManager[S]):
-    """A scope of a strategy, which can be entered again, also inside of itself."""
+    """The scope of a strategy; it may be entered repeatedly, also inside itself."""
 
     def __init__(self, strategy: S) -> None:
         self._strategy = strategy

@@ -1,9 +1,10 @@
-"""`ElasticSession`: a worker of a job whose members change, and the units of its work.
+"""`ElasticSession`: one worker's part in an elastic job, whose members may change.
 
-A unit is what all members complete or none: a step, a reduction, the read or write of a variable
-that is synchronized on read. At its end the members meet once more, the commit. If one is lost,
-those who remain agree on the next membership, form a new group, and complete the unit or run it
-again. A newcomer gets its state from them. The loop's iterator cuts the batch of the unit anew.
+A unit is an operation that either all members complete or none: a step, a reduction, or a read or
+write of a variable that is synchronized on read. Each unit ends with the commit, for which all
+members meet. If a member is lost, the others agree on the next membership and form a new group.
+Then they complete the unit or run it again. Newcomers receive their state from them. The loop's
+iterator divides the batch of the unit among the new members.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ _log = logging.getLogger("ndistribute")
 
 
 class _NewcomersWaitError(WorkerLostError):
-    """The reason for a change in which nobody is lost."""
+    """Starts a change of members because newcomers wait; no worker is lost."""
 
 
 class ElasticSession:
-    """One worker's part in an elastic job; it is the process group of its input.
+    """One worker's part in an elastic job; input pipelines use it as their process group.
 
     Args:
         addresses: the addresses of all workers that are known at the start.
-        index: the index of this one.
-        task: its name, such as ``worker:1``.
-        limits: how many workers there may be, and what becomes of the batch.
+        index: the index of this worker.
+        task: the name of this worker, such as ``worker:1``.
+        limits: how many workers the job may have, and whether the batch grows with them.
         devices: the devices of this worker's replicas.
         options: how the workers communicate.
     """
@@ -76,22 +77,22 @@ class ElasticSession:
         self.limits, self._devices, self._options = limits, tuple(devices), options
         self.state = ReplicatedState()
         self.users_call = ""
-        self.changes = 0  # The number of changes of members that this worker has taken part in.
-        self.warned = 0  # The same when results were used that lacked values.
-        self.last_change = ""  # The membership that it led to, and who came and went.
-        self.workers: Workers | None = None  # The others; None: there are none.
-        self.loop = 0  # The number of loops that were begun.
+        self.changes = 0  # The number of changes of members in which this worker took part.
+        self.warned = 0  # `changes` at the last warning about incomplete results.
+        self.last_change = ""  # The membership after it, and who joined and left.
+        self.workers: Workers | None = None  # None: this worker is the only one.
+        self.loop = 0  # The number of loops begun so far.
         self._input: Callable[[], ElasticIterator | None] = lambda: None
-        self.inputs = 0  # How often another one came into use, alike on all members.
-        self.at_batch = False  # Whether the next unit is the first one with a batch of the loop.
-        self.share: Callable[[], Any] = lambda: None  # What the loop gives to newcomers,
-        self.take: Callable[[Any], None] | None = None  # and what they do with it.
+        self.inputs = 0  # The number of switches of the input; the same on all members.
+        self.at_batch = False  # Whether the next unit is the first with the loop's batch.
+        self.share: Callable[[], Any] = lambda: None  # Returns what newcomers receive,
+        self.take: Callable[[Any], None] | None = None  # and newcomers call this with it.
         self._strategy: Callable[[], Any] = lambda: None
-        self._owner: Callable[[], Any] = lambda: None  # Of the loop.
+        self._owner: Callable[[], Any] = lambda: None  # Returns the owner of the loop.
         self._unit = self._depth = 0
-        self._uncounted = False  # Whether the last unit is complete, and nobody knows its sums.
+        self._uncounted = False  # Whether the last unit is complete without known sums.
         self._result: Any = None
-        self._results = LoopResults()  # Of the loop that was begun last.
+        self._results = LoopResults()  # The results read since the last loop began.
         self._admits = self._preempted = self._is_closed = False
         self._waits_after_writes: dict[Hashable, bool] = {}  # By function.
         self._closing: list[threading.Thread] = []
@@ -106,14 +107,14 @@ class ElasticSession:
                 with contextlib.suppress(WorkerLostError):  # A lost member: meet again.
                     self._form(joined)
                     self._meetings.establish(joined.plan)
-        except NotAMember:  # A job runs, and was not seen at first.
+        except NotAMember:  # The first look did not find the running job.
             self.is_newcomer = True
         except BaseException:
             self.close()
             raise
 
     def attach(self, strategy: Any) -> None:
-        """Set the strategy whose replicas work in this session; listen to a preemption notice."""
+        """Set the strategy of this session, and begin to heed preemption notices."""
         self._strategy = weakref.ref(strategy)
         self._first_size = 0 if self.is_newcomer else self.size
         in_main = threading.current_thread() is threading.main_thread()
@@ -124,7 +125,7 @@ class ElasticSession:
         """Leave the job at the end of the program.
 
         Raises:
-            NotAMember: this worker has not joined it, and knows nothing of its results.
+            NotAMember: this worker never joined the job, so it does not have the job's results.
         """
         never = self.is_newcomer and not self._is_closed
         error = sys.exception() or getattr(sys, "last_value", None)  # As the process ends.
@@ -151,7 +152,7 @@ class ElasticSession:
             each.callback(self._meetings.leave)
 
     def _on_notice(self, signum: int, frame: object) -> None:
-        """Hand over at the end of the unit, or now between units."""
+        """Hand over to the other workers: at the end of a running unit, otherwise at once."""
         self._preempted = True
         if self.is_newcomer or not self._depth:
             self._hand_over()
@@ -175,7 +176,7 @@ class ElasticSession:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this worker writes what one of all writes."""
+        """Whether this worker writes the files that only one worker writes."""
         return self.rank == 0 and not self.is_newcomer
 
     def all_gather(self, value: Any, axis: int) -> Any:
@@ -191,12 +192,12 @@ class ElasticSession:
 
     @property
     def batch_scale(self) -> Fraction:
-        """The size of a batch over that at the first start of the job."""
+        """The ratio of the batch size to that at the first start of the job."""
         is_scaled = self.limits.batch == "scaled" and self._first_size
         return Fraction(self.size, self._first_size) if is_scaled else Fraction(1)
 
     def topology(self) -> Topology:
-        """Return the replicas of this worker and of all."""
+        """Return the replicas of this worker and of all workers."""
         if self.workers is None:
             return Topology(self._devices, (len(self._devices),))
         return Topology(self._devices, self.workers.replica_counts, self.rank, self)
@@ -205,18 +206,18 @@ class ElasticSession:
 
     @property
     def in_loop(self) -> bool:
-        """Whether a loop was begun, and neither ended nor left."""
+        """Whether a loop has begun and not ended, and its owner still exists."""
         return self._owner() is not None
 
     def begin_loop(self, owner: Any) -> None:
-        """Begin a loop, which lasts until `end_loop`, or until nobody holds its owner."""
+        """Begin a loop, which lasts until `end_loop`, or until its owner is freed."""
         self._results.end(self.loop)
         self.loop += 1
         self._owner = weakref.ref(owner)
 
     @property
     def input(self) -> ElasticIterator | None:
-        """The iterator in use, of a loop or of a part of it, unless the loop was left."""
+        """The iterator in use, of a loop or of a part of it; None if it was freed."""
         return self._input()
 
     def use(self, iterator: ElasticIterator) -> None:
@@ -227,7 +228,7 @@ class ElasticSession:
         self.at_batch = False
 
     def join(self) -> bool:
-        """Join the loop as a newcomer, and let others do so; return False if it has ended."""
+        """Join the loop if this is a newcomer, and admit others; return False if it has ended."""
         if self.is_newcomer:
             try:
                 self._change(False)
@@ -249,7 +250,7 @@ class ElasticSession:
         return True
 
     def note_share(self) -> None:
-        """Keep what the loop gives to newcomers, for those who skip it."""
+        """Keep what newcomers receive from the loop, for newcomers that skip it."""
         if not self.is_newcomer:
             self._results.note("the end of the loop", self.share())
 
@@ -261,12 +262,12 @@ class ElasticSession:
     # Units.
 
     def attempt(self, call: Callable[[], T], function: Hashable = None, what: str = "") -> T:
-        """Return what a function returns, once all members have completed it.
+        """Return the result of a function, once all members have completed the call.
 
         Args:
-            call: called again if members change before that.
-            function: what identifies the step that it runs; None: it writes no variables.
-            what: what it returns, if that is the same on all members.
+            call: the function, which is called again if members change before that.
+            function: identifies the step that `call` runs; None: `call` writes no variables.
+            what: names the result, if it is the same on all members.
         """
         if self._depth or self._is_closed:
             return call()
@@ -314,7 +315,7 @@ class ElasticSession:
                     return
 
     def collect(self, call: Callable[[], T]) -> T:
-        """Return what a function returns that takes input; it is called again after a change."""
+        """Return the result of a function that reads input; a change calls it again."""
         while True:
             try:
                 with self._inside():
@@ -337,7 +338,7 @@ class ElasticSession:
         return [each.communicator for each in self._strategy().replica_contexts]
 
     def _take_in_newcomers(self) -> None:
-        """Begin a change at a batch if somebody waits to join at this worker, or must come."""
+        """Begin a change at a batch if newcomers wait at this worker, or the job needs more."""
         if not (self._admits and self.at_batch and self.in_loop and self.rank == 0):
             return
         if self._meetings.newcomers_wait or self.size < self.limits.min_workers:
@@ -347,7 +348,7 @@ class ElasticSession:
             raise _NewcomersWaitError(text)
 
     def _commit(self) -> None:
-        """Meet all members at the end of a unit: who passes knows that all have completed it."""
+        """Meet all members at the end of a unit; on return, all have completed it."""
         sums = parts = self.state.parts_of_sums(self.rank)
         if self.workers is not None:
             with self.workers.meeting("the end of a step") as communicator:
@@ -358,7 +359,7 @@ class ElasticSession:
     # Changes of members.
 
     def _change_after(self, error: WorkerLostError, prepared: bool) -> bool:
-        """Change the members, if an error is due to that; return True if the unit is complete."""
+        """Change the members if they caused an error; return True if the unit is complete."""
         is_change = isinstance(error, _NewcomersWaitError)
         if self.workers is not None:
             is_change |= self.workers.peers.has_changed
@@ -389,13 +390,13 @@ class ElasticSession:
                         clean = clean or not outcome.lacks[rank]
                     prepared = False
                     self._synchronise(reports, outcome)
-                    clean = True  # Whoever lacked the state has it now.
+                    clean = True  # Every member has the state now.
                     if self.workers is not None:
                         self.workers.peers.exchange("synchronised", b"", self._options.timeout)
                     self._tell(joined.plan.roster, time.monotonic() - begun)
                     self._meetings.establish(joined.plan)
                 break
-            except WorkerLostError as error:  # Of a member of the new group.
+            except WorkerLostError as error:  # A member of the new group was lost.
                 _log.info("the new group of workers failed (%s): they meet again", error)
                 suspects = self._leave_group()
         self.is_newcomer = False
@@ -423,7 +424,7 @@ class ElasticSession:
             return self._join_anew(error)
 
     def _join_anew(self, reason: NotAMember) -> Joined:
-        """Join as a newcomer, if this worker is where newcomers begin: at a batch of the loop."""
+        """Rejoin as a newcomer if this worker is at a batch of the loop, where newcomers start."""
         why = str(reason)
         if self.at_batch:
             _log.warning("the job has gone on without this worker, which joins anew")
@@ -439,7 +440,7 @@ class ElasticSession:
         ) from reason
 
     def _form(self, joined: Joined) -> None:
-        """Connect to the members of a plan."""
+        """Connect to the other members of the plan."""
         if joined.info.size > 1:
             self.workers = join_members(
                 joined.info,
@@ -457,17 +458,17 @@ class ElasticSession:
         if workers is None:
             return []
         workers.held.close()
-        # On a thread of the package's name, `close` would start another one.
+        # `close` starts another thread if its own thread has a name of the package.
         thread = threading.Thread(target=workers.peers.close, name="elastic farewell", daemon=True)
         thread.start()
         self._closing = [each for each in self._closing if each.is_alive()] + [thread]
         return sorted(workers.peers.lost)
 
     def _synchronise(self, reports: Sequence[WorkerReport], outcome: UnitOutcome) -> None:
-        """Give the state to those who lack it, and cut the input anew."""
+        """Send the state to members that lack it, and divide the input among all members."""
         rank, members = self.rank, [report for report in reports if not report.newcomer]
         number = min(report.batch for report in members)
-        # Whoever uses another input than others has not begun it; all open theirs anew in turn.
+        # If inputs differ, a member has not begun its own: each reopens its input at the next use.
         iterator = self.input if len({report.input for report in members}) == 1 else None
         mine: dict[str, Any] = {}
         if rank == outcome.source:
@@ -510,7 +511,7 @@ class ElasticSession:
             iterator.cut_anew(number, states[0] if states else None)
 
     def _passed_on(self, described: Sequence[Any], source: int) -> list[Any]:
-        """Return the values of the variables of a member, which it sends to all."""
+        """Return the values of one member's variables, which this member broadcasts."""
         values = self.state.values()
         if self.rank != source:
             values = [np.empty(shape, dtype) for *_, dtype, shape in described]
@@ -518,7 +519,7 @@ class ElasticSession:
             return communicator.broadcast(values, source)  # type: ignore[no-any-return]
 
     def _tell(self, roster: Roster, seconds: float) -> None:
-        """Log who has come and gone, and how long the change took; a warning on the chief."""
+        """Log who joined and left, and how long the change took; as a warning on the chief."""
         before = () if self._meetings.roster is None else self._meetings.roster.members
         lost = ", ".join(member.task for member in before if member not in roster.members)
         come = ", ".join(member.task for member in roster.members if member not in before)
@@ -532,7 +533,7 @@ class ElasticSession:
 
 
 def code_of(function: Any) -> Hashable:
-    """Return what identifies a step, also if its function is made anew for each call."""
+    """Return a key that identifies a step, even if each call creates its function again."""
     while isinstance(function, partial):
         function = function.func
     return getattr(function, "__code__", id(function))
@@ -544,11 +545,11 @@ def join_elastic_job(
     options: CommunicationOptions | None,
     limits: Elastic,
 ) -> ElasticSession | None:
-    """Return this worker's session in the job that a resolver describes; None: it works alone.
+    """Return this worker's session in the job of a resolver; None if it works alone.
 
     Raises:
         TypeError: `limits` is not `Elastic`.
-        ValueError: the workers of this job cannot come and go.
+        ValueError: this job cannot be elastic.
     """
     if not isinstance(limits, Elastic):
         raise TypeError(f"elastic must be nd.Elastic(...) or None, got {limits!r}.")

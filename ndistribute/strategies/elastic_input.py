@@ -1,7 +1,7 @@
-"""The input of a loop in an elastic job: each batch is cut for the members that there are.
+"""The input of a loop in an elastic job: each batch is divided among the current members.
 
-When members change, the input goes back to the batch that not all have completed. Whoever computes
-with that batch finds its parts replaced, in the same objects.
+When members change, the input goes back to the batch that not all members have completed. The code
+that computes with this batch holds `PerReplica` objects, which then contain the new parts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class ElasticBatches:
         dataset: the distributed dataset.
 
     Attributes:
-        admits: whether newcomers join at the batches of an iteration that is a part of a loop. One
-            that is not is itself a loop, in which they join.
+        admits: whether newcomers may join at each batch of an iteration that is part of a loop. An
+            iteration that is not part of a loop is itself a loop that newcomers may join.
     """
 
     admits = False
@@ -41,7 +41,7 @@ class ElasticBatches:
 
     @property
     def element_spec(self) -> Any:
-        """What each step has; see `DistributedDataset.element_spec`."""
+        """The structure of each batch; see `DistributedDataset.element_spec`."""
         return self.dataset.element_spec
 
     def __iter__(self) -> ElasticIterator:
@@ -49,11 +49,11 @@ class ElasticBatches:
 
 
 class ElasticIterator(TensorFlowIterator):
-    """An iterator over batches that are cut anew when members change.
+    """An iterator over batches, which are divided again when members change.
 
     Attributes:
-        number: how many batches were taken.
-        batch: the last one.
+        number: the number of batches taken so far.
+        batch: the batch that was taken last.
     """
 
     def __init__(self, session: Any, dataset: DistributedDataset, *, admits: bool) -> None:
@@ -61,12 +61,12 @@ class ElasticIterator(TensorFlowIterator):
         self._admits = admits or self._is_loop
         self._inner: DistributedIterator | None = None
         self._mark: Any = None  # The position before the batch, or before the next one.
-        self._kept: dict[str, Any] | None = None  # The state there, while it is opened anew.
-        self._next: Any = _NOTHING  # The next batch, if it was taken in a change.
+        self._kept: dict[str, Any] | None = None  # The state at `_mark`, during a reopening.
+        self._next: Any = _NOTHING  # The next batch, if a change has taken it already.
         self.number = 0
         self.batch: Any = None
         self._in_body = self._ended = self._over = False
-        self._changes = session.changes  # How many the input has followed.
+        self._changes = session.changes  # `session.changes` when the input was opened.
         session.use(self)
         if self._is_loop:
             session.begin_loop(self)
@@ -85,7 +85,7 @@ class ElasticIterator(TensorFlowIterator):
         self._in_body = False
         self._session.use(self)
         batch = self._session.collect(self._fetch)
-        if batch is _END:  # All come to the end together.
+        if batch is _END:  # All members reach the end together.
             batch = self._session.attempt(lambda: _END if self._ended else self._fetch())
         if batch is _END:
             self._over, self.batch = True, None
@@ -97,7 +97,7 @@ class ElasticIterator(TensorFlowIterator):
         return batch
 
     def state(self) -> dict[str, Any] | None:
-        """Return the state of the input before the wanted batch, if it was begun."""
+        """Return the input's state before the wanted batch; None if it has not begun."""
         return self._kept if self._inner is None else self._inner.state_at(self._mark)
 
     def state_dict(self) -> dict[str, Any]:
@@ -110,11 +110,11 @@ class ElasticIterator(TensorFlowIterator):
         self._mark, self._next, self._ended = self._begun().mark(), _NOTHING, False
 
     def cut_anew(self, number: int, state: dict[str, Any] | None) -> None:
-        """Go back to a batch, for the members that there are now; all of them call this.
+        """Go back to a batch and divide it among the current members, which all call this.
 
         Args:
-            number: the number of the batch: the wanted one, or the one before.
-            state: the state of the input before it; None: nobody has begun.
+            number: the number of the wanted batch, or of the one before.
+            state: the state of the input before that batch; None: no member has begun.
         """
         if self._over:
             return
@@ -125,7 +125,7 @@ class ElasticIterator(TensorFlowIterator):
             return
         try:
             self._go_back(number, state)
-        except WorkerLostError:  # Of another member: all do it again, from what is kept.
+        except WorkerLostError:  # Another member was lost: all repeat this from `_kept`.
             self.close()
             self._inner = None
             raise
@@ -149,7 +149,7 @@ class ElasticIterator(TensorFlowIterator):
             self._next = taken
 
     def catch_up(self) -> None:
-        """Cut the batch in use anew, if members changed while another input was in use."""
+        """Divide the batch again if members changed while another input was in use."""
         if self._in_body and self._changes != self._session.changes:
             state = self._kept = self.state()
             self.close()

@@ -1,8 +1,8 @@
-"""What becomes of units, and of the results of steps and loops, where workers come and go.
+"""The outcome of units, and the results of steps and loops, in an elastic job.
 
-A result of `run` has a component for each replica, and those of a lost worker are gone with it.
-What all workers read together after a loop is the same on all, so members keep it for newcomers,
-which skip that loop.
+A result of `run` has a component for each replica; the components of a lost worker are lost with
+it. Values that all workers read together after a loop are the same on all workers. Members keep
+these values for newcomers, which skip that loop.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from ndistribute.errors import WorkerLostError
 from ndistribute.values import PerReplica
 
 T = TypeVar("T")
-_MOST_BYTES = 1 << 24  # Of all results that are kept.
+_MOST_BYTES = 1 << 24  # The limit of all kept results together.
 
 _log = logging.getLogger("ndistribute")
 
 
 class UnitOutcome(NamedTuple):
-    """What becomes of the unit in which the members changed."""
+    """The outcome of the unit in which the members changed."""
 
     commits: list[bool]  # For each member, whether its unit is complete.
-    source: int  # The member that gives its state to those who lack it.
+    source: int  # The member that sends its state to those that lack it.
     lacks: list[bool]  # For each member, whether it lacks the state.
-    uncounted: bool = False  # Whether nobody knows the sums at the end of the unit.
+    uncounted: bool = False  # Whether no member knows the sums at the end of the unit.
 
 
 def outcome_of(reports: Sequence[WorkerReport]) -> UnitOutcome:
-    """Return what becomes of the unit, from what the members report, in rank order.
+    """Return the outcome of a unit, computed from the members' reports in rank order.
 
-    Whoever passed the commit of a unit knows that all had completed it. Otherwise all run it again,
-    with the state of one that has written nothing or can take it back. If all have completed it and
-    none can take it back, it is complete.
+    If a member has passed the commit of the unit, all had completed it. Otherwise all run it again,
+    with the state of a member that has written nothing or can restore its state. If all have
+    completed the unit and none can restore its state, the unit is complete.
 
     Raises:
-        WorkerLostError: some have written a part of a step, and none has the state before it.
+        WorkerLostError: members have written part of a step, and none has the state before it.
 
     >>> a, b = WorkerReport(unit=3, prepared=True, clean=False), WorkerReport(unit=3)
     >>> outcome_of([a, b])  # The second gives its state to the first, and both run the unit again.
@@ -73,7 +73,7 @@ def outcome_of(reports: Sequence[WorkerReport]) -> UnitOutcome:
 
 
 def checked_step(session: Any, step: Callable[[], T], *args: Any) -> Callable[[], T]:
-    """Return a step that checks its arguments, and notes in which membership its results are made.
+    """Return a step that checks its arguments, and marks its results with their membership.
 
     Args:
         session: the session of the strategy.
@@ -101,7 +101,7 @@ def checked_step(session: Any, step: Callable[[], T], *args: Any) -> Callable[[]
 
 
 def check_complete(session: Any, value: Any, *, raises: bool) -> None:
-    """Raise, or warn once a change, if results of `run` were made before workers were lost."""
+    """Raise, or warn once per change, if results of `run` were made before members changed."""
     now = session.changes
     if all(getattr(each, "_changes", now) == now for each in _per_replica(value)):
         return
@@ -123,7 +123,7 @@ def _per_replica(nest: Any) -> list[Any]:
 
 
 class LoopResults:
-    """What all workers read together after each loop: by what it is, in the order of the reads.
+    """The values that all workers read together after each loop, by name, in reading order.
 
     >>> member, newcomer = LoopResults(), LoopResults()
     >>> member.note("a reduction", np.float64(0.5))
@@ -133,7 +133,7 @@ class LoopResults:
     0.5
 
     Attributes:
-        theirs: what others have read after a loop that this worker has skipped, if it has.
+        theirs: the values that others read after a loop that this worker skipped, or None.
     """
 
     def __init__(self) -> None:
@@ -147,30 +147,30 @@ class LoopResults:
         return self._kept.get(loop, b"")
 
     def note(self, what: str, value: Any) -> None:
-        """Note a value, while there is room."""
+        """Record a value or, if it does not fit, only that there was a value."""
         size = sum(getattr(leaf, "nbytes", 0) for leaf in tree.flatten(value))
         data = np.frombuffer(pack(value), np.uint8) if size <= self._room else None
         self._room -= 0 if data is None else data.size
         self._noted.setdefault(what, []).append(data)
 
     def end(self, loop: int) -> None:
-        """Keep what was noted for newcomers, and begin anew."""
+        """Keep the recorded values for newcomers, and begin an empty record."""
         if self._noted:
             self._keep(loop, pack(self._noted))
         self._noted, self.theirs, self._room = {}, None, _MOST_BYTES
 
     def _keep(self, loop: int, data: bytes) -> None:
         self._kept[loop], self._size = data, self._size + len(data)
-        while self._size > _MOST_BYTES:  # Those of the first loops go first.
+        while self._size > _MOST_BYTES:  # Drop the results of the oldest loops.
             self._size -= len(self._kept.pop(next(iter(self._kept))))
 
     def replay(self, loop: int, data: bytes) -> None:
-        """Let `next` return what others have read after a loop."""
+        """Let `next` return the values that others read after a loop."""
         self.theirs = unpack(data) if data else {}
         self._keep(loop, data)
 
     def next(self, what: str) -> Any:
-        """Return the next value.
+        """Return the next value that was read under this name.
 
         Raises:
             NotAMember: the others have no such value.

@@ -1,8 +1,8 @@
-"""The state that all members of an elastic job hold, and how a member gets back or receives it.
+"""The state of the members of an elastic job, and how a member restores or receives it.
 
-Mirrored variables are equal on all members between two units, so any member can give them to
-another. The components of variables that are synchronized on read differ; the sums that all members
-agreed on at the end of the last unit stay known to each, also when a member is lost.
+Mirrored variables are equal on all members between two units, so any member can send them to
+another. The components of variables that are synchronized on read differ. Each member keeps the
+sums that all members agreed on at the end of the last unit, so these survive the loss of a member.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SMALL_BYTES = 1 << 20
 
 _ADDED = VariableAggregation.SUM, VariableAggregation.ONLY_FIRST_REPLICA
 
-Key = tuple[str, int]  # The name of a variable, and how many with that name were made before it.
+Key = tuple[str, int]  # The name of a variable, and the number of earlier variables with it.
 
 _log = logging.getLogger("ndistribute")
 
@@ -38,33 +38,33 @@ class _Summed(NamedTuple):
 
     key: Key
     cells: Sequence[SnapshotArray]
-    first_only: bool  # Whether only replica 0 of all counts.
+    first_only: bool  # Whether only replica 0 of the job counts.
     place: slice
 
 
 class ReplicatedState:
-    """The variables of an elastic strategy."""
+    """The variables of an elastic strategy, and other state that its steps change."""
 
     def __init__(self) -> None:
         self._variables: dict[Key, weakref.ref[Variable]] = {}
-        # A freed variable stays here: each worker frees it at its own time, and the vectors of all
-        # must have the same places.
+        # Freed variables stay here, because the vectors of all workers must have the same layout,
+        # and each worker frees a variable at another time.
         self._counted: dict[Key, tuple[int, bool]] = {}
         self._made = Counter[str]()
-        # Of variables that are not made yet: values at another unit, and first values.
+        # For variables not created here yet: values of another member, and agreed initial values.
         self._received: dict[Key, Array] = {}
         self._agreed: dict[Key, Array] = {}
-        self._fresh: list[Key] = []  # Those made in this unit.
+        self._fresh: list[Key] = []  # The variables created in this unit.
         self._kept: list[tuple[SnapshotArray, Array]] = []
-        # What has a state of plain values, with its number; and the states of what comes later.
+        # The number of each object with plain values, and states for objects that are added later.
         self._plain = weakref.WeakKeyDictionary[Any, int]()
         self._plain_received: dict[int, Any] = {}
         self._numbers, self._adding = itertools.count(), threading.Lock()
         self._kept_states: list[tuple[Any, Any]] = []
         self._in_unit = False
-        self.is_small = False  # Whether all can be kept from unit to unit at little cost.
-        self.keeps_all = False  # Whether all variables can be taken back, or only components.
-        self._is_listed = False  # Whether the next three lists are those of the variables.
+        self.is_small = False  # Whether it costs little to keep all variables in each unit.
+        self.keeps_all = False  # Whether `take_back` restores all variables, or only components.
+        self._is_listed = False  # Whether the next three lists are up to date.
         self._cells: list[SnapshotArray] = []
         self._components: list[SnapshotArray] = []
         self._summed: list[_Summed] = []
@@ -73,7 +73,7 @@ class ReplicatedState:
         self._latest: tuple[list[_Summed], Array, Array] = [], np.zeros(1), np.zeros(1)
 
     def add(self, variable: Variable) -> None:
-        """Add a new variable; it gets the value that was received for it."""
+        """Add a new variable, and set it to the value that was received for it, if any."""
         key = variable.name, self._made[variable.name]
         self._made[variable.name] += 1
         self._variables[key] = weakref.ref(variable, self._list_anew)
@@ -88,10 +88,10 @@ class ReplicatedState:
             self._kept += [(cell, _array_of(cell)) for cell in variable._cells]
 
     def add_plain(self, holder: Any) -> None:
-        """Add what has a state of plain values, such as a count of calls, before a call."""
+        """Add an object with a state of plain values, such as a count of calls, before a call."""
         if holder in self._plain:
             return
-        with self._adding:  # Another replica of this process may add it, too.
+        with self._adding:  # Another replica of this process may also add it.
             if holder not in self._plain:
                 number = next(self._numbers)
                 if (state := self._plain_received.pop(number, None)) is not None:
@@ -100,28 +100,28 @@ class ReplicatedState:
                 self._plain[holder] = number
 
     def plain_states(self) -> list[tuple[int, Any]]:
-        """Return the states of plain values by number."""
+        """Return the number and the state of each object with plain values."""
         return [(number, holder.state_dict()) for holder, number in self._plain.items()]
 
     def receive_plain(self, states: dict[int, Any]) -> None:
-        """Set states to those of another member, now or when what has them is added."""
+        """Set the states of objects to another member's, now or when the object is added."""
         for holder, number in self._plain.items():
             if (state := states.pop(number, None)) is not None:
                 holder.load_state_dict(state)
         self._plain_received = states
 
     def first_value(self, name: str, initial: Array) -> Array | None:
-        """Return the first value of the next variable of a name; None: all must agree on it."""
+        """Return the initial value of the next variable of a name; None: all must agree on it."""
         key = name, self._made[name]
         return self._agreed.pop(key, initial if key in self._received else None)
 
     def fresh(self) -> list[tuple[str, int, Array]]:
-        """Return name, number and value of the variables that were made in this unit."""
+        """Return name, number and value of the variables that were created in this unit."""
         alive = dict(self._each())
         return [(*key, to_host(alive[key]._cells[0].read())) for key in self._fresh if key in alive]
 
     def receive_fresh(self, fresh: Iterable[tuple[str, int, Array]]) -> None:
-        """Keep first values that others have agreed on, until the variables are made here."""
+        """Keep initial values that others agreed on, until this worker creates the variables."""
         for name, number, value in fresh:
             if number >= self._made[name]:
                 self._received.pop((name, number), None)
@@ -159,17 +159,17 @@ class ReplicatedState:
     # Units.
 
     def begin(self, *, keeps_all: bool) -> None:
-        """Begin a unit, after which `take_back` sets components, and maybe all variables, back."""
+        """Begin a unit; `take_back` can then restore components or, if asked, all variables."""
         self.keeps_all, self._in_unit, self._fresh = keeps_all, True, []
         self._kept_states = [(h, h.state_dict()) for h in self._plain] if self._plain else []
         if not self._is_listed:
             self._list()
-        # Whoever holds an array makes the next write go to another one.
+        # While an array is held, the next write goes to another array.
         cells = self._cells if keeps_all else self._components
         self._kept = [(cell, _array_of(cell)) for cell in cells]
 
     def take_back(self) -> None:
-        """Set what was kept to its values at the begin of the unit."""
+        """Restore the kept variables and states to their values at the start of the unit."""
         for cell, array in self._kept:
             if cell.array is not array:
                 cell.apply(Write("assign", array))
@@ -177,12 +177,12 @@ class ReplicatedState:
             holder.load_state_dict(state)
 
     def end(self) -> None:
-        """End a unit: nothing is taken back any more."""
+        """End a unit, after which `take_back` restores nothing."""
         self._kept, self._kept_states, self._fresh = [], [], []
         self.keeps_all = self._in_unit = False
 
     def parts_of_sums(self, rank: int) -> Array:
-        """Return a vector of what the replicas of this process, of a rank, add to the sums."""
+        """Return the vector that this process's replicas add to the sums; `rank` is its rank."""
         if not self._is_listed:
             self._list()
         parts = [self._joined(number) for number in range(self._replicas)]
@@ -193,7 +193,7 @@ class ReplicatedState:
         return parts[0] if len(parts) == 1 else np.sum(parts, axis=0)
 
     def _joined(self, replica: int) -> Array:
-        """Return the components of a replica as one vector of wide numbers; the last one is 0."""
+        """Return a replica's components as one vector of a wide dtype, with a 0 at its end."""
         joined = self._zeros()
         for each in self._summed:
             if each.cells:
@@ -208,12 +208,12 @@ class ReplicatedState:
         self._latest = self._summed, sums, parts
 
     def known_sums(self) -> dict[str, Array]:
-        """Return the sums that are known, by a text for each variable."""
+        """Return the known sums, by a text that identifies each variable."""
         summed, sums, _ = self._latest
         return {_text(each.key): sums[each.place] for each in summed}
 
     def growth(self, rank: int) -> dict[str, Array]:
-        """Return what this process added to each known sum since then."""
+        """Return what this process has added to each known sum since the sums were known."""
         summed, _, parts = self._latest
         now, before = self.parts_of_sums(rank), {each.key: parts[each.place] for each in summed}
         return {_text(s.key): now[s.place] - before.get(s.key, 0) for s in self._summed}
@@ -223,11 +223,11 @@ class ReplicatedState:
     def give_out_sums(
         self, sums: dict[str, Array], growths: Iterable[dict[str, Array]], rank: int
     ) -> None:
-        """Let replica 0 of a new group hold the sums of all, and the others nothing.
+        """Give the sums of all members to replica 0 of a new group, and zeros to the others.
 
         Args:
             sums: the known sums.
-            growths: what each member added to them since then.
+            growths: what each member has added to them since they were known.
             rank: the rank of this process in the new group.
         """
         self._list()
@@ -251,7 +251,7 @@ class ReplicatedState:
         return [(*key, v.dtype.str, v._shape) for key, v in self._each()]
 
     def values(self) -> list[Array]:
-        """Return the value of each variable, of the first replica if they differ."""
+        """Return each variable's value, on the first replica if replicas differ."""
         return [to_host(variable._cells[0].read()) for _, variable in self._each()]
 
     def receive(self, described: Iterable[Any], values: Iterable[Array], mirrored: bool) -> None:

@@ -57,7 +57,7 @@ class OneDeviceStrategy(Strategy):
 
 
 class MirroredStrategy(Strategy):
-    """A strategy with one replica per device of this machine, and variables in each memory.
+    """A strategy with one replica per device of this machine, and variables copied to each GPU.
 
     CPU replicas share one copy of a variable; each GPU has its own copy.
 
@@ -156,8 +156,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options: how the workers communicate, and how long they wait for each other.
         devices: one for each replica of this worker; None means all visible GPUs, or ``cpu:0`` if
             there are none. Workers may have different numbers of devices.
-        elastic: `Elastic`, if workers may come and go while a training runs; None: the loss of one
-            ends it.
+        elastic: `Elastic` if workers may join and leave during training; None: the loss of a worker
+            ends the job.
 
     Raises:
         CollectiveTimeoutError: not all workers started in time.
@@ -194,13 +194,13 @@ class MultiWorkerMirroredStrategy(Strategy):
     def is_chief(self) -> bool:
         """True in the one process of a job that should print or write files, such as checkpoints.
 
-        Where workers come and go, it is the one of rank 0 at this time.
+        In an elastic job, this is the worker that has rank 0 at this time.
         """
         return super().is_chief if self.session is None else self.session.is_chief
 
     @property
     def batch_scale(self) -> float:
-        """The number of workers over that at the first start, with ``batch="scaled"``; or 1."""
+        """The ratio of workers to those at the first start, with ``batch="scaled"``; else 1."""
         return super().batch_scale if self.session is None else float(self.session.batch_scale)
 
     @property
@@ -209,11 +209,11 @@ class MultiWorkerMirroredStrategy(Strategy):
         return super().input_topology if self.session is None else self.session.topology()
 
     def elastic(self, batches: Any) -> Any:
-        """Return batches to iterate over in a loop whose workers may come and go.
+        """Return batches for a training loop that workers may join or leave.
 
-        If members change in a step, its batch is cut for those who are there, and the step runs
-        again. Workers that wait join in such a loop. Without ``elastic=...`` of the strategy, these
-        are the batches, distributed.
+        If workers change during a step, its batch is divided among the current workers, and the
+        step runs again. Waiting workers join in such a loop. If the strategy was created without
+        ``elastic=...``, this only distributes the batches.
 
         Args:
             batches: a dataset, as for `distribute_dataset`, or a distributed one.
@@ -225,7 +225,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         return divided if self.session is None else ElasticBatches(self.session, divided)
 
     def attempt(self, call: Callable[[], T], what: str = "") -> T:
-        """Return what a function returns, once all workers have completed it."""
+        """Return the result of a function, once all workers have completed the call."""
         return call() if self.session is None else self.session.attempt(call, what=what)
 
     def across_workers(self, value: Any, *, whole: bool = False) -> Any:
@@ -256,19 +256,20 @@ class MultiWorkerMirroredStrategy(Strategy):
         return super().make_variable(array, policy)
 
     def note_variable(self, variable: Variable) -> None:
-        """Take notice of a new variable of this strategy."""
+        """Register a new variable of this strategy."""
         if self.session is not None:
             self.session.state.add(variable)
 
     def note_state(self, holder: Any) -> None:
-        """Take notice of what has a state of plain values; a step that runs again sets it back."""
+        """Register an object with plain values, which are restored before a step runs again."""
         if self.session is not None:
             self.session.state.add_plain(holder)
 
     def regroup(self, workers: Workers | None, changes: int) -> None:
-        """Let the replicas reduce with those of other workers than before.
+        """Connect the replicas with those of a new group of workers, after a number of changes.
 
-        After some changes, a replica with a number that was another one's draws other numbers.
+        A replica whose number is new in this process draws other random numbers than the replica
+        that had this number before.
         """
         pool, self._workers = self._pool, workers
         self._build()

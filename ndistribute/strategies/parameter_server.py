@@ -50,7 +50,7 @@ from ndistribute.variables.policy import (
 from ndistribute.variables.served import CachedShard, ServedVariable, VariableCache
 from ndistribute.variables.variable import Variable
 
-_LIVES_APART = 1 << 29  # Versions differ by more after a server's restart.
+_LIVES_APART = 1 << 29  # After a server's restart, versions differ by more than this.
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class _Role:
 
 
 class _Process:
-    """The strategies of this process and their number on each cluster; reset in a fork."""
+    """The strategies of this process and their count on each cluster; reset in a fork."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -92,7 +92,7 @@ class _Process:
         self.witnesses: dict[str, RpcServer | None] = {}
 
     def hold_witness(self, cluster: ClusterSpec, job: str, index: int) -> Callable[[], None]:
-        """Be the witness, if the task is, once for all strategies; return what gives it up."""
+        """Serve as the witness if the task is it; return a function that stops serving."""
         place = f"{job}:{index} of {cluster.as_dict()}"
         with self.lock:
             server = self.witnesses.get(place) or serve_witness(cluster, job, index)
@@ -114,7 +114,7 @@ os.register_at_fork(after_in_child=_process.__init__)  # type: ignore[misc]
 
 
 def _own_strategy(token: str, namespace: str, how: dict[str, Any]) -> ParameterServerStrategy:
-    """Return this process's strategy for an unpickled one; a worker creates it once."""
+    """Return this process's strategy in place of an unpickled one; a worker creates it once."""
     made: ParameterServerStrategy | None = _process.made.get(token)
     if made is not None:
         return made
@@ -146,19 +146,20 @@ class ParameterServerStrategy(Strategy):
         variable_partitioner: called with the shape and dtype of each new variable; returns the
             number of shards for each axis, see `nd.partitioners`. None: variables are not sharded.
         devices: one for each replica of this worker; None means all visible GPUs, or ``cpu:0``.
-        replicas_to_aggregate: the number of workers whose gradients make one step, for which all
-            wait. None: each worker's gradients are a step of their own, and no worker waits.
+        replicas_to_aggregate: the number of workers whose gradients are combined in a step; all
+            workers wait for the step. None: each worker's gradients make a step, and none waits.
         total_num_replicas: the number of workers that contribute gradients; if it exceeds
             `replicas_to_aggregate`, late gradients are dropped. None: `replicas_to_aggregate`.
-        max_staleness: how many steps a worker may be ahead of the slowest one; None: any number.
+        max_staleness: how many steps a worker may be ahead of the slowest one; None: no limit.
         timeout_seconds: how long to wait for servers and workers, in seconds; None means 600.
         durability: ``"snapshot"``, or ``"log"``: each server appends every update to a log in its
             snapshot directory before it acknowledges the update, so that none is lost.
-        restore: reuse the variables, and the slots of optimizers of the same names, of the strategy
-            that this process created before on the same cluster. False: use new variables.
+        restore: True: reuse the variables of the strategy that this process created before on the
+            same cluster, and the slots of optimizers with the same names. False: create new ones.
 
-        replicas: on how many servers each variable or shard is kept, 1 or 2. With 2, the job goes
-            on, and loses no update, when a server is gone; each update costs a second trip.
+        replicas: the number of servers that keep each variable or shard, 1 or 2. With 2, the job
+            continues and loses no update when a server is lost, but each update costs a second
+            round trip.
 
     Raises:
         DistributeError: `durability` is ``"log"``, and a server has no snapshot directory.
@@ -194,10 +195,10 @@ class ParameterServerStrategy(Strategy):
     ) -> None:
         resolver = resolver_of_job(cluster_resolver)
         self._role = _Role.of(resolver)
-        if _sent is not None:  # Each worker goes through all data of its own.
+        if _sent is not None:  # A function on a worker reads all batches.
             self._role = replace(self._role, share=(1, 0), coordinated=True)
         self._cluster = resolver.cluster_spec() or None
-        #: How long it waits for servers, and its coordinator for workers, in seconds.
+        #: Seconds to wait for servers, and for its coordinator to wait for workers.
         self.timeout_seconds = 600.0 if timeout_seconds is None else float(timeout_seconds)
         if self.timeout_seconds <= 0:
             raise ValueError(f"timeout_seconds must be above 0, got {timeout_seconds}.")
@@ -209,7 +210,7 @@ class ParameterServerStrategy(Strategy):
         self._named_devices = None if devices is None else tuple(map(str, devices))
         self._staleness: Counter[int] = Counter()
         self._lock = threading.Lock()
-        self._names: dict[str, int] = {}  # For each name, how many more variables had it.
+        self._names: dict[str, int] = {}  # The number of further variables of each name.
         self.handles: weakref.WeakValueDictionary[str, ServedVariable]
         #: The variables of this process, by their names on the servers.
         self.handles = weakref.WeakValueDictionary()
@@ -227,7 +228,7 @@ class ParameterServerStrategy(Strategy):
         job, _, index = self._role.task.partition(":")
         self._witness = contextlib.ExitStack()
         if self._replicas > 1 and self._cluster is not None and not self._role.coordinated:
-            # Others have a server.
+            # In a coordinated job, the server of a task is the witness.
             self._witness.callback(_process.hold_witness(self._cluster, job, int(index)))
             weakref.finalize(self, detector.close_soon, self._witness.close).atexit = False
         self._await_servers(durability)

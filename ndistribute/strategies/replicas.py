@@ -34,7 +34,7 @@ class _RunningReplicas:
 
     def __init__(self, size: int) -> None:
         self.results: list[Any] = [None] * size
-        self.errors: list[tuple[int, BaseException]] = []  # In order of time.
+        self.errors: list[tuple[int, BaseException]] = []  # In the order in which they occurred.
         self.begun = 0
         self._deadline: float | None = None  # Set by a failure; interrupts do not extend it.
         self._ended: list[None] = []
@@ -47,7 +47,7 @@ class _RunningReplicas:
         try:  # noqa: SIM105 - it costs a microsecond.
             self._wake.release()
         except RuntimeError:
-            pass  # Another thread did; the waiter counts both.
+            pass  # Another thread released it; the waiter counts both.
 
     def wait(self) -> bool:
         """Return True once all threads have left, or False `GRACE_SECONDS` after a failure."""
@@ -115,7 +115,7 @@ class ReplicaPool:
         self._group.close(abandoned=self.abandoned)
 
     def refuse_in_fork(self, cause: BaseException) -> None:
-        """Let a replica that has forked inside a step wait for no other one in the child."""
+        """In the child of a fork inside a step, raise an error where a replica would wait."""
         self._group.rendezvous.refuse_in_fork(cause)
 
     def _limit_blas(self) -> None:
@@ -124,7 +124,7 @@ class ReplicaPool:
         here = cores() if workers is None else workers.cores
         self._share = max(1, here // size)
         everything = len(core_numbers()) if workers is None else here
-        # What a replica that is alone in its process has without a limit.
+        # The BLAS threads without a limit, for a replica that is alone in its process.
         self._unlimited = (self._share if set_by_user() else everything) if size == 1 else None
         on_cpus = not any(stream.on_gpu for stream in self._group.streams)
         tries = self._share > 1 and on_cpus and not set_by_user()
@@ -174,7 +174,7 @@ class ReplicaPool:
             self._group.leave(rank)
         except BaseException as error:
             running.errors.append((rank, error))
-            if not self.abandoned:  # Else the abort could hit a later step.
+            if not self.abandoned:  # Otherwise the abort could hit a later step.
                 self._group.abort(error)
         finally:
             del frames[depth:]

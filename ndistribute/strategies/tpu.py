@@ -38,18 +38,18 @@ from ndistribute.variables.variable import Variable
 
 _MOST_PROGRAMS = 256
 _DEADLINE = "xla_cpu_collective_timeout_seconds"
-_ANSWER_SECONDS = 10.0  # For the others, after a program was broken off.
+_ANSWER_SECONDS = 10.0  # Time for the others to answer after a program was aborted.
 
 
 class TPUStrategy(Strategy):
-    """A strategy with a replica on each of JAX's devices, whose steps are compiled by XLA.
+    """A strategy with one replica on each of JAX's devices, whose steps are compiled by XLA.
 
-    The devices are TPUs, or what JAX has else: GPUs or CPUs. `run` traces the step once for each
-    shape of its arguments. So Python code in it runs while it is traced, and not in later calls;
-    what would then be wrong raises `nd.errors.TracingError`.
+    The devices are TPUs or, if JAX has none, GPUs or CPUs. `run` traces the step once for each
+    shape of its arguments. Python code in the step runs only during tracing, not in later calls;
+    code whose result would then be wrong raises `nd.errors.TracingError`.
 
-    Several processes train together if a resolver describes them: each has a replica on all of its
-    devices. JAX's distributed system connects them, whose coordinator is in worker 0.
+    Several processes train together if a resolver describes them; each has one replica per device.
+    JAX's distributed system connects the processes, with its coordinator in worker 0.
 
     Args:
         devices: names such as ``["tpu:0", "tpu:1"]``, a resolver such as `TPUClusterResolver`, or
@@ -124,12 +124,12 @@ class TPUStrategy(Strategy):
         return tree.regroup(self._exclusively(run), context.join_leaf)
 
     def _together(self, compiles: Callable[[], Any]) -> Any:
-        """Return what this process compiled, once all have; raise what another one raised."""
+        """Return what this process compiled, once all have compiled; raise another's error."""
         if self._workers is None:
             return compiles()
         try:
             compiled = compiles()
-        except Exception as error:  # Of any kind, because the others wait.
+        except Exception as error:  # Any exception, because the others wait.
             with contextlib.suppress(Exception):
                 all_gather_object(self._workers, error)
             raise
@@ -141,7 +141,7 @@ class TPUStrategy(Strategy):
 
 
 def _name_missing(workers: Workers, broken: Exception) -> None:
-    """Raise an error that names the worker without which a program was broken off."""
+    """Raise an error that names the worker whose loss aborted a program."""
     seconds = workers.options.timeout
     try:
         workers.peers.exchange("step", b"", min(seconds, _ANSWER_SECONDS))
@@ -158,9 +158,9 @@ def _name_missing(workers: Workers, broken: Exception) -> None:
 
 
 def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> list[Device]:
-    """Connect JAX with that of the job's other processes, and return the devices here.
+    """Connect JAX to the job's other processes, and return the devices of this process.
 
-    `TPUStrategy` does so by itself; this is for programs that use JAX's devices before.
+    `TPUStrategy` does this itself. Call this in programs that use JAX's devices earlier.
 
     Args:
         cluster_resolver: describes the job; None: this process is alone.
@@ -175,7 +175,7 @@ def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> li
 
 
 def _connect_jax(resolver: ClusterResolver, options: CommunicationOptions | None) -> None:
-    """Connect JAX with that of the job's other processes, until this one ends."""
+    """Connect JAX to the job's other processes, until this process ends."""
     jax = jax_module()
     if jax.distributed.is_initialized() or resolver.num_workers < 2:
         return
@@ -186,7 +186,7 @@ def _connect_jax(resolver: ClusterResolver, options: CommunicationOptions | None
 
 
 def _disconnect_jax(workers: Workers) -> None:
-    """Leave JAX's system; worker 0, which has its coordinator, leaves when the others have left."""
+    """Leave JAX's system; worker 0, which has its coordinator, leaves last."""
     if getattr(sys, "last_value", None) is None:  # Else the others may wait for this process.
         with contextlib.suppress(DistributeError):
             workers.peers.exchange("end", b"", workers.options.timeout)
@@ -227,7 +227,7 @@ def _start_jax(workers: Workers) -> None:
 
 
 def _connected(resolver: ClusterResolver, options: CommunicationOptions | None) -> Workers | None:
-    """Return the group of a job's processes, whose JAX is one system; None for a process alone."""
+    """Return the group of the job's processes after JAX connected them; None if alone."""
     _connect_jax(resolver, options)
     workers = join_job(resolver, [Device("cpu:0")], options, "TPUStrategy")
     if workers is None:
@@ -256,7 +256,7 @@ class _TracedContext(ReplicaContext):
     def merge_call(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Call a function on the values of all replicas, which it gets on each device."""
+        """Call a function with the values of all replicas, which each device gathers."""
         self._frame("merge_call")
         size, rank = self.num_replicas_in_sync, self.replica_id_in_sync_group
 

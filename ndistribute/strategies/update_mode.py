@@ -95,7 +95,7 @@ class _Bounded(UpdateMode):
 
 
 class _Synchronous(UpdateMode):
-    """The synchronous mode: the mean of several workers' updates is a step; all wait for it."""
+    """The synchronous mode: a step applies the mean of several workers' updates; all wait."""
 
     together = True
 

@@ -1,6 +1,6 @@
 """`Server`: one task of a cluster as a listening process, like `tf.distribute.Server`.
 
-What a task serves stands in the table `SERVICES`, to which the folders that know how add a row. No
+The table `SERVICES` lists what a task serves; each folder that implements a service adds a row. No
 message tells a server that the job has ended: `ExitPolicy` concludes it from the connections.
 """
 
@@ -32,7 +32,7 @@ CUT_SECONDS = 3.0
 """How long a server waits for a chief whose connection ended without a good-bye.
 
 A living chief that counted this process as lost while it was stopped reconnects at once."""
-_TOGETHER_SECONDS = 15.0  # All connections of a chief that was cut off come back within this.
+_TOGETHER_SECONDS = 15.0  # A chief that was cut off restores all its connections within this.
 _RETURN_SECONDS = 60.0  # The time for a restart of a task that died.
 _START_SECONDS = 600.0  # The time for the first client to connect.
 _SHUTDOWN_SECONDS = 1.0
@@ -42,7 +42,7 @@ _log = logging.getLogger("ndistribute")
 
 @dataclass(frozen=True)
 class ServedTask:
-    """What a service may know of the task whose server it belongs to."""
+    """The facts that a service may use about the task that it belongs to."""
 
     job: str
     index: int
@@ -65,9 +65,9 @@ class TaskService(Service):
     """A service of a task; it learns where its server listens, and when it ends."""
 
     resumed = False
-    """Whether it continues from what an earlier instance of the server had saved."""
+    """Whether the service continues from the saved state of an earlier instance of the server."""
     clients_may_restart = False
-    """Whether a chief that is only its client may die and be started again."""
+    """Whether a chief that is a client of only this service may die and be restarted."""
 
     def connected(self, peer: Peer) -> None:
         """Called when a client has connected."""
@@ -86,7 +86,7 @@ class TaskService(Service):
 
 
 SERVICES: dict[str, Callable[[ServedTask], TaskService | None]] = {}
-"""By purpose, what makes a task's service; it returns None for a task that serves none."""
+"""By purpose, a function that returns the service of a task, or None for tasks without it."""
 
 
 class PlannedExit(NamedTuple):
@@ -97,11 +97,11 @@ class PlannedExit(NamedTuple):
 
 
 class ExitPolicy:
-    """Conclude from the clients of a server when its work ends; has no clock of its own.
+    """Decides from the clients of a server when its work ends; callers pass it the time.
 
-    A cluster ends with its chief or, without one, when every worker has come and gone; a process
-    without a task that coordinates the workers comes as chief, too. The server waits
-    `start_seconds` for the first client, and `return_seconds` for a worker that died.
+    The work ends when the chief leaves or, without a chief, when every worker has connected and
+    left. A process without a task that coordinates the workers also counts as the chief. The server
+    waits `start_seconds` for the first client, and `return_seconds` for a worker that died.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class ExitPolicy:
         self._started, self._start_seconds = started, start_seconds
         self._return_seconds = return_seconds
         self._last_departure = 0.0
-        self._chief_exit = PlannedExit(math.inf)  # When it counts as dead, and why.
-        self._restartable: set[str] = set()  # Clients whose death leaves nothing behind.
+        self._chief_exit = PlannedExit(math.inf)  # When the chief counts as dead, and why.
+        self._restartable: set[str] = set()  # Clients that may die without consequences.
 
     def came(self, client: str, may_restart: bool = False, now: float = math.inf) -> None:
         """Record a connected client: ``job:index#random``, with a new random part per start."""
@@ -129,7 +129,7 @@ class ExitPolicy:
         if name == "chief:0" and not self._led:
             self._led, self._tasks = True, {name: {}}
         if not self._led and self._tasks and name.startswith("worker:"):
-            self._tasks.setdefault(name, {})  # It was added to the running job.
+            self._tasks.setdefault(name, {})  # The task was added to the running job.
         task = self._tasks.get(name, {})
         if task:  # A chief that was cut off is back, or another was started in its place.
             at, lost = self._chief_exit
@@ -139,7 +139,7 @@ class ExitPolicy:
         task.setdefault(client, None)
 
     def left(self, client: str, died: bool, now: float, patience: float = 0.0) -> None:
-        """Record that a client said good-bye, died, or is out of reach but has `patience`."""
+        """Record that a client said good-bye, died, or is out of reach for up to `patience`."""
         task = self._tasks.get(client.partition("#")[0])
         if task is not None:
             task[client] = died
@@ -150,7 +150,7 @@ class ExitPolicy:
 
     @property
     def missing(self) -> list[str]:
-        """Return the tasks that matter and have not come yet."""
+        """Return the relevant tasks that have not connected yet."""
         return [name for name, task in self._tasks.items() if not task]
 
     def planned_exit(self) -> PlannedExit | None:
@@ -158,7 +158,7 @@ class ExitPolicy:
         tasks = self._tasks
         clients = (client for task in tasks.values() for client in task.items())
         if self._led and any(died and name not in self._restartable for name, died in clients):
-            # Its closures may still run on workers: only a new start is consistent.
+            # The dead chief's closures may still run on workers: only a new job is consistent.
             return self._chief_exit
         if not tasks or any(None in task.values() for task in tasks.values()):
             return None
@@ -171,7 +171,7 @@ class ExitPolicy:
             return PlannedExit(self._last_departure + _GRACE_SECONDS)
         at = self._last_departure + self._return_seconds
         if not died and self.resumed:
-            return PlannedExit(at)  # They probably left before this instance started.
+            return PlannedExit(at)  # The missing tasks probably left before this instance started.
         parts = [f"{', '.join(died)} died and did not come back"] if died else []
         parts += [f"{', '.join(missing)} never came"] if missing else []
         within = f"within {self._return_seconds:g} s after all others left"
@@ -215,7 +215,7 @@ class _Membership:
                 if min(ends, deadline) <= now:
                     return planned if ends <= now else None
                 look = math.inf
-                # After a restart, who is missing may have left before.
+                # After a restart, a missing task may have left before.
                 if not self.policy.resumed and (missing := self.policy.missing):
                     self._report.tell(f"a connection from {shortened(missing)}")
                     look = self._report.due
@@ -232,7 +232,7 @@ class Server:
         job_name: the job of this task; optional if the cluster has one job.
         task_index: the index of this task in its job; optional if the job has one task.
         start: whether to listen at once.
-        environ: environment variables: the secret, TLS files, the heartbeat timeout; None: those of
+        environ: environment variables: the secret, TLS files, the heartbeat timeout. None: those of
             the process.
         snapshot_directory: the folder in which a task of ``ps`` saves snapshots, and from which it
             restores them; None: `NDISTRIBUTE_SNAPSHOT_DIR`, or no snapshots.
@@ -266,13 +266,13 @@ class Server:
     ) -> None:
         self._environ = environ = os.environ if environ is None else environ
         self.cluster_spec = ClusterSpec(cluster)
-        """The whole cluster."""
+        """All tasks of the cluster."""
         self._job, self._index = only_task(self.cluster_spec, job_name, task_index)
         self.name = f"{self._job}:{self._index}"
         """The task, such as ``"ps:0"``."""
         self._address = self.cluster_spec.task_address(self._job, self._index)
         self.target = f"{self._address.rpartition(':')[0]}:{split_address(self._address)[1]}"
-        """Its address, ``host:port``; after `start`, with the actual port."""
+        """The server's address, ``host:port``; after `start`, with the actual port."""
         if snapshot_directory is None and self._job == "ps":
             snapshot_directory = environ.get("NDISTRIBUTE_SNAPSHOT_DIR") or None
         every = seconds_of(environ, "NDISTRIBUTE_SNAPSHOT_SECONDS", _SAVE_SECONDS)
@@ -342,8 +342,8 @@ class Server:
         """Wait until the work has ended, and stop the server.
 
         The work ends when `stop` is called, when the chief has left or, for a task of ``ps``
-        without a chief, when every worker has come and gone. SIGTERM also stops the server, and
-        raises `SystemExit`, if this is the main thread and the program does not handle SIGTERM.
+        without a chief, when every worker has connected and left. SIGTERM also stops the server
+        and raises `SystemExit`, if this is the main thread and the program does not handle SIGTERM.
 
         Args:
             timeout: seconds to wait; None: no limit.
@@ -419,7 +419,7 @@ class Server:
         self._membership.connected(peer, service.clients_may_restart)
 
     def _disconnected(self, peer: Peer, died: bool) -> None:
-        self._membership.policy.resumed |= self._services[peer.purpose].resumed  # Also since then.
+        self._membership.policy.resumed |= self._services[peer.purpose].resumed  # It may change.
         self._membership.disconnected(peer, died)
 
     def _close_services(self) -> None:

@@ -17,7 +17,7 @@ _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return the host, without brackets, and the port of an address; ``grpc://`` is ignored.
+    """Return the host, without brackets, and the port of an address; a ``grpc://`` is dropped.
 
     >>> split_address("localhost:12345"), split_address("[::1]:80")
     (('localhost', 12345), ('::1', 80))
@@ -48,7 +48,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_name(host: str) -> bool:
-    """Return True for a name that may mean another address here than on other hosts.
+    """Return True for a name that may resolve to different addresses on different hosts.
 
     >>> is_name("node1"), is_name("localhost"), is_name("10.0.0.1")
     (True, False, False)
@@ -57,7 +57,7 @@ def is_name(host: str) -> bool:
 
 
 def unix_name(address: str) -> bytes:
-    """Return the name of the Unix socket that belongs to an address, for clients on the same host.
+    """Return the name of an address's Unix socket, for clients on the same host.
 
     The name is in the abstract namespace: there is no file, and each network namespace has its own.
 

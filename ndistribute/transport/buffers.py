@@ -1,8 +1,9 @@
-"""Shared memory of two processes on a host: an anonymous file, whose descriptor is passed on.
+"""Memory for long messages, part of it shared between two processes on one host.
 
-A `Ring` carries long messages. Through a socket, the kernel copies small pieces for which both ends
-wait in turn. In a ring, both ends copy at the same time, and the reader finds the data in the
-processor's cache. `ReusedMemory` is the memory into which messages are received.
+A `Ring` carries long messages through shared memory: an anonymous file, whose descriptor one end
+sends to the other. A socket moves small pieces, for which both ends wait in turn. With a ring, both
+ends copy at the same time, and the reader finds the data in the processor's cache. `ReusedMemory`
+is the memory into which messages are received.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from ndistribute.transport.codec import Array, MalformedError
 
 ALIGNMENT = 64
 _CAPACITY = 4 << 20
-_CHUNK_BYTES = 256 << 10  # Copied at a time, so the other end starts early.
-_REUSED_BYTES = 1 << 16  # The allocator reuses the memory of smaller arrays.
+_CHUNK_BYTES = 256 << 10  # The size of a copy, so that the other end starts early.
+_REUSED_BYTES = 1 << 16  # The allocator itself reuses the memory of smaller arrays.
 _KEPT_BYTES = 256 << 20
-_HEAD_BYTES = 128  # The two counters, each on a cache line of its own.
+_HEAD_BYTES = 128  # Two counters, each in a separate cache line.
 _SIZE = _HEAD_BYTES + _CAPACITY
 
 
@@ -59,7 +60,7 @@ class Ring:
         if count:
             place, part = self._data[start : start + count], data[:count]
             np.copyto(*((place, part) if self._writes else (part, place)))
-            self._counts[0 if self._writes else 8] = position + count  # After the copy.
+            self._counts[0 if self._writes else 8] = position + count  # Only after the copy.
         return count
 
 
@@ -68,7 +69,7 @@ def make_file(nbytes: int = _SIZE, *, take: bool = True) -> int:
 
     Args:
         nbytes: its length in bytes; by default that of a ring.
-        take: whether to allocate all of it now, so that no later write can fail for lack of memory.
+        take: whether to allocate all of it now, so that later writes cannot run out of memory.
     """
     file = os.memfd_create("ndistribute", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -84,10 +85,10 @@ def make_file(nbytes: int = _SIZE, *, take: bool = True) -> int:
 
 
 class ReusedMemory:
-    """Memory for arrays, reused when nobody holds them.
+    """Memory for arrays, which is reused when nobody holds the arrays.
 
-    New memory costs a page fault per 4 KiB, which takes longer than to fill it. When arrays have
-    more than `most` bytes, all are dropped, because some lengths are never used again.
+    New memory costs a page fault per 4 KiB, which takes longer than filling it. When the arrays
+    exceed `most` bytes, all are dropped, because some lengths never occur again.
     """
 
     def __init__(self, most: int = _KEPT_BYTES) -> None:
@@ -110,6 +111,6 @@ class ReusedMemory:
         return memory.data
 
     def forget(self) -> None:
-        """Drop all memory; views that exist keep theirs."""
+        """Drop all memory; existing views keep the memory that they use."""
         self._owners.clear()
         self._total = 0

@@ -1,8 +1,8 @@
 """Encoding of records and tensors into a short control record and the tensors' raw bytes.
 
-A record is a frozen `msgspec` structure whose annotations are its schema. Decoding follows the
-schema only, so a message cannot create an object of another class. An array in a record becomes a
-separate buffer; the record contains the number, the dtype and the shape of the buffer.
+A record is a frozen `msgspec` structure whose annotations are its schema. Decoding follows only the
+schema, so a message cannot create an object of another class. An array in a record becomes a
+separate buffer; the control record contains the number, dtype and shape of the buffer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Shape = Annotated[tuple[_Count, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
 
 
 class MalformedError(ValueError):
-    """Bytes do not follow the format of this package, or exceed a limit."""
+    """The received bytes violate the format of this package, or exceed a limit."""
 
 
 class Record(
@@ -87,7 +87,7 @@ class Decoder(Generic[T]):
 
 
 def _write_other(value: Any) -> Any:
-    """Return what is sent for a number of NumPy, the length of an axis, or an array."""
+    """Return a value to send in place of a NumPy number, the length of an axis, or an array."""
     if is_device_array(value):
         value = to_host(value)
     if not isinstance(value, np.ndarray):
@@ -110,7 +110,7 @@ def _read_array(kind: Any, node: Any) -> Any:
     if described.number >= len(_buffers.now):
         raise MalformedError(f"buffer {described.number} of {len(_buffers.now)} is missing.")
     data, dtype, shape = _buffers.now[described.number], _dtype_of(described.dtype), described.shape
-    # NumPy multiplies the dimensions, also of an array without elements.
+    # NumPy multiplies the dimensions even if the array has no elements.
     spanned = math.prod(n for n in shape if n) * dtype.itemsize
     if spanned >= 1 << 62 or (0 if 0 in shape else spanned) != len(data):
         raise MalformedError(f"{len(data)} bytes cannot be {dtype} of shape {shape}.")

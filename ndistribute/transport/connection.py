@@ -64,7 +64,7 @@ _PADDING = bytes(ALIGNMENT)
 _CLOSED = "it closed the connection, as a process that ends does."
 _CUT = "it closed the connection, and had not acknowledged what was sent: the network is cut."
 _CLOSED_HERE = "this process closed it."
-_NO_MAC: Any = SimpleNamespace(update=lambda data: None, digest=bytes)  # Of frames without one.
+_NO_MAC: Any = SimpleNamespace(update=lambda data: None, digest=bytes)  # For frames without a MAC.
 _FILE_ROOM = socket.CMSG_LEN(struct.calcsize("i"))  # Room for one descriptor.
 
 
@@ -90,7 +90,7 @@ def connect(
     deadline: float,
     macs: bool = False,
 ) -> Connection:
-    """Return an authenticated connection: over a Unix socket if the process is on this host."""
+    """Return an authenticated connection; over a Unix socket if the process is on this host."""
     deadline = min(deadline, time.monotonic() + HANDSHAKE_SECONDS)
     by_unix = functools.partial(_unix_socket, address, deadline)
     wanted = unix_wanted()
@@ -147,7 +147,7 @@ class Connection:
         )
         self._writing, self._reading = threading.Lock(), threading.Lock()
         self._lost: tuple[str, bool] | None = None  # The reason, and whether it was clean.
-        self.was_cut = False  # Whether the peer was out of reach when the connection was lost.
+        self.was_cut = False  # Whether the connection was lost because the peer was out of reach.
         self._closed = False
         self._unsent = b""  # The rest of a partly sent heartbeat.
         self._input = memoryview(bytearray(_READ_BYTES))
@@ -181,7 +181,7 @@ class Connection:
 
     @property
     def is_left(self) -> bool:
-        """Return True if the peer has closed its end, even if not all that it sent was read."""
+        """Return True if the peer has closed its end, even if some of its data is still unread."""
         poll = select.poll()
         poll.register(self._sock.fileno(), select.POLLRDHUP)
         return bool(poll.poll(0))
@@ -288,7 +288,7 @@ class Connection:
     def let_go(self) -> None:
         """Close the copy of a forked child; the parent keeps its connection."""
         self._lost, self._closed = (FORKED, False), True
-        self._writing, self._reading = threading.Lock(), threading.Lock()  # Held by nobody here.
+        self._writing, self._reading = threading.Lock(), threading.Lock()  # No thread holds these.
         self._free()
 
     def _free(self) -> None:
@@ -321,8 +321,8 @@ class Connection:
                 self._unsent = self._unsent or _HEARTBEAT_FRAME
                 self._unsent = self._unsent[self._sock.sendmsg([self._unsent], (), _QUIET) :]
             except BlockingIOError:
-                pass  # The peer does not read; its silence will show it.
-            except OSError as error:  # After an end, what came before it is read first.
+                pass  # The peer does not read; its silence will tell.
+            except OSError as error:  # Data that arrived before the end is read first.
                 if is_out_of_reach(self._sock):
                     self.abort(f"{error}")
             finally:
@@ -447,7 +447,7 @@ class Connection:
                 if ring is None:
                     piece = view[at : at + _PIECE_BYTES]
                     self._read_whole(piece, deadline)
-                else:  # Without the padding.
+                else:  # Read without the padding.
                     piece = buffers[-1][at : at + _PIECE_BYTES]
                     self._pass(ring, np.frombuffer(piece, np.uint8), deadline)
                 mac.update(piece)
@@ -544,7 +544,7 @@ class Connection:
         self.abort(why, clean=clean)
         # After `close`, polling the socket is a ValueError.
         expected = (OSError, ValueError) if self._closed else OSError
-        # Before the caller's deadline, it is the kernel's ETIMEDOUT or the end of the silence.
+        # Before the caller's deadline, the kernel's ETIMEDOUT or a long silence raised it.
         late = isinstance(error, TimeoutError) and time.monotonic() >= deadline
         if late or not isinstance(error, expected):
             raise error
@@ -552,6 +552,6 @@ class Connection:
 
 
 def _macs_of(key: bytes) -> Callable[[bytes | memoryview], hmac.HMAC]:
-    """Return a function that begins the MAC of a frame of one direction; it counts the frames."""
+    """Return a function that begins the MAC of a direction's next frame, and counts frames."""
     numbers = itertools.count(1)
     return lambda head: hmac.new(key, next(numbers).to_bytes(8, "little") + head, "sha256")

@@ -1,7 +1,7 @@
-"""The failure detector: heartbeats on all connections of a process, and the end of silent ones.
+"""The failure detector: sends heartbeats on a process's connections, and ends silent ones.
 
 A closed connection means that the peer has died, and is detected at once. A host that is
-unreachable is detected when the kernel gives up sending (TCP_USER_TIMEOUT) or, on connections
+unreachable is detected when the kernel stops sending (TCP_USER_TIMEOUT) or, on connections
 without heartbeats, when it gets no answers to its probes. A stopped or blocked process is detected
 by its silence. That takes longer, because a process that holds Python's lock while it computes is
 silent too. One thread per process sends and receives heartbeats.
@@ -27,14 +27,14 @@ FORKED = (
     "this process is a fork of the one that made the connection: make strategies, servers and "
     "coordinators in the process that uses them."
 )
-_BEATS = 8  # Heartbeats within the timeout.
+_BEATS = 8  # The number of heartbeats within the timeout.
 _LONGEST_PAUSE_SECONDS = 5.0
-_LONGEST_SECONDS = 32_767.0 * _BEATS  # Three days: the kernel takes no longer TCP_KEEPIDLE.
+_LONGEST_SECONDS = 32_767.0 * _BEATS  # Three days: the kernel's limit for TCP_KEEPIDLE.
 _log = logging.getLogger("ndistribute")
 
 
 class Watched(Protocol):
-    """The interface of a connection for the detector."""
+    """The interface of a connection that the detector watches."""
 
     beat_within: float  # The shorter timeout of the two ends.
 
@@ -62,7 +62,7 @@ class FailureDetector:
         # The garbage collector may close a connection, which calls `forget`, within `watch`.
         self._lock = threading.RLock()
         self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
-        # Functions that close, and None: the connections changed. Finalizers put them too.
+        # Functions that close; or None: the connections changed. Finalizers also put orders here.
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._pause = 0.0
         self._thread: threading.Thread | None = None
@@ -87,9 +87,9 @@ class FailureDetector:
                 raise
 
     def close_soon(self, close: Callable[[], None]) -> None:
-        """Call `close` from a finalizer, on another thread if there are connections.
+        """Call `close` for a finalizer, on the detector's thread if there are connections.
 
-        Finalizers run at any point, also while their thread holds a lock that `close` needs.
+        A finalizer may run at any point, even while its thread holds a lock that `close` needs.
         """
         if self._thread is None:
             close()
@@ -138,7 +138,7 @@ class FailureDetector:
 # The failure detector of this process.
 detector = FailureDetector()
 
-# Objects whose descriptors a forked child closes; else they outlive the parent.
+# Objects whose descriptors a forked child closes; otherwise they outlive the parent.
 not_for_forks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 

@@ -1,7 +1,7 @@
-"""Errors as records: how one process tells another why it failed.
+"""Errors as records, with which one process tells another why it failed.
 
-Each kind of message names the classes that its receiver may raise; another class becomes text. A
-record is data alone, so no error of a peer creates an object of an unknown class.
+Each kind of message lists the classes that its receiver may raise; other classes become text. A
+record is only data, so an error of a peer cannot create an object of an unknown class.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from ndistribute.transport.codec import Record
 
 _MOST_CHARACTERS = 1 << 16
-# The classes that a receiver raises, by name; under an empty name, the one for all others.
+# The classes that a receiver raises, by name; the empty name is for all other classes.
 Kinds = Mapping[str, type[Exception]]
 
 
@@ -28,7 +28,7 @@ class Failure(Record, frozen=True):
 
 
 def failure_of(error: BaseException, kinds: Kinds) -> Failure:
-    """Return an error as a record: of the first of its classes that is known, or of none.
+    """Return an error as a record, with the first of its classes that `kinds` has, if any.
 
     >>> failure_of(FileNotFoundError("no file"), {"OSError": OSError})
     Failure(kind='OSError', message='no file', rank=None, op=None, sequence=None, task=None)
@@ -37,7 +37,7 @@ def failure_of(error: BaseException, kinds: Kinds) -> Failure:
     """
     try:
         text = str(error)
-    except Exception as problem:  # A user's class may raise, and this must not.
+    except Exception as problem:  # A user's class may raise an error, but this function must not.
         text = f"(no text: str() raised {type(problem).__name__})"
     names = [kind.__name__ for kind in type(error).__mro__]
     known = next((name for name in names if name in kinds), "")

@@ -1,9 +1,9 @@
 """The handshake in which both ends of a connection prove that they know the job's secret.
 
 Each side is a generator that yields bytes to send or a number of bytes to receive. So the listener
-runs many handshakes on one thread, and a test runs one without a socket. Before a proof is
-verified, only fixed-size fields of a peer are read. The secret is never sent. The sides alternate,
-so a side that refuses has read everything that was sent to it, and its reason arrives:
+runs many handshakes on one thread, and tests run handshakes without sockets. Before a proof is
+verified, a side reads only fixed-size fields of its peer. The secret is never sent. The sides
+alternate, so a side that refuses has read everything that was sent to it, and its reason arrives:
 
     client -> server   greeting: magic, protocol, role, nonce
     server -> client   greeting
@@ -12,7 +12,7 @@ so a side that refuses has read everything that was sent to it, and its reason a
     client -> server   verdict, hello, HMAC over the above and both hellos
     server -> client   verdict, empty or why not, HMAC over all of it
 
-The server sends nothing to an unauthenticated peer, not even its own proof, which would allow
+The server sends no proof to an unauthenticated peer, because a proof would allow
 offline guesses of the secret. The hellos carry the job's identity and the package's version, so
 processes of two jobs refuse each other. Both sides derive a key for each direction from the secret
 and the whole exchange; frames that will be unpickled carry a MAC with that key.
@@ -96,7 +96,7 @@ class Handshake:
             while True:
                 wanted = self._wanted
                 if isinstance(wanted, bytes):
-                    sock.sendall(wanted)  # Short enough for the socket's empty buffer.
+                    sock.sendall(wanted)  # Fits into the socket's empty buffer.
                     self._wanted = next(self._steps)
                 elif len(self._received) < wanted:
                     part = sock.recv(wanted - len(self._received))
@@ -112,7 +112,7 @@ class Handshake:
 
 
 def signed(hello: Hello, job: str) -> Hello:
-    """Return a hello with the job's identity, the package's version and the heartbeat timeout."""
+    """Return a hello to which the job, the package's version and the timeout are added."""
     silence = min(hello.silence, silence_seconds())
     return msgspec.structs.replace(hello, job=job, version=__version__, silence=silence)
 
@@ -127,8 +127,8 @@ def authenticate(
 ) -> tuple[socket.socket, Accepted]:
     """Run the connecting side of a handshake; return a blocking socket and the outcome.
 
-    When the peer first replies, `instead` may return a better socket to use. On failure the socket
-    is closed.
+    When the peer first replies, `instead` may return a better socket to use. A failure closes the
+    socket.
     """
     peer = name_of_peer(sock)
     try:
@@ -225,12 +225,12 @@ def _exchange_greetings(
     if magic != _MAGIC:
         hint = f"it began with {magic!r}. Check the addresses: another program may have the port"
         if magic[0] in _TLS_RECORDS and magic[1] == _TLS_MAJOR:
-            yield greeting  # This makes the peer's TLS fail, so the peer learns of it.
+            yield greeting  # The peer's TLS fails on this, so the peer learns of the mismatch.
             hint = "it uses TLS. Set NDISTRIBUTE_TLS_CERT, _KEY and _CA for all processes, or none"
         raise AuthenticationError(f"The peer {peer} is no process of this job: {hint}.")
     other = magic + (yield _GREETING.size - len(magic))
     if role == _SERVER:
-        yield greeting  # Also to a peer of another version, which then learns ours.
+        yield greeting  # A peer of another version thus learns this version.
     _, protocol, other_role, _ = _GREETING.unpack(other)
     if protocol != _PROTOCOL:
         raise AuthenticationError(
@@ -255,7 +255,7 @@ class _Transcript:
         self._peer = peer
 
     def mac(self, label: bytes) -> bytes:
-        """Return a proof or a key; the label makes those of both sides distinct."""
+        """Return a proof or a key; the label makes both sides' values distinct."""
         return hmac.digest(self._key, b"ndistribute " + label + b"\0" + self._bytes, "sha256")
 
     def message(self, label: bytes, payload: bytes = b"", verdict: bytes = _ACCEPTED) -> bytes:
@@ -301,7 +301,7 @@ def _mismatch(server: Hello, client: Hello, check: Check) -> str:
     if client.audience not in ("", name):
         what = f"it looks for {client.audience}, and this is {name}."
         return f"{what} Every process needs the same cluster, and an index of its own."
-    reason = check(client)  # First, because its reason is more specific than that of the job.
+    reason = check(client)  # First, because its reason is more specific.
     # A client without a job names the server by its address alone, as graph sessions do.
     if not reason and client.job and client.job != server.job:
         reason = (

@@ -1,8 +1,9 @@
 """Listening sockets, and one thread that runs all handshakes.
 
 Anybody on the network may connect. An unauthenticated connection uses one descriptor and no thread,
-for a few seconds at most. Their number is limited, and the oldest is closed first, so they neither
-exhaust the process nor keep out a peer of the job, whose handshake takes milliseconds.
+for a few seconds at most. The number of such connections is limited, and the oldest is closed
+first. So they cannot exhaust the process, nor keep out a job's peer, whose handshake takes
+milliseconds.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ HANDSHAKE_SECONDS = 5.0
 LISTEN_FD = "NDISTRIBUTE_LISTEN_FD"
 _BACKLOG = 512
 _LINGER_SECONDS = 0.2  # Time for a refused peer to read the reason.
-_SAFE_SECONDS = 0.05  # A handshake takes milliseconds: younger ones are not dropped.
+_SAFE_SECONDS = 0.05  # A handshake takes milliseconds, so younger ones are kept.
 _SECONDS_BETWEEN_RECORDS = 1.0
 _ALERT = bytes.fromhex("15 0301 0002 0246")  # TLS: fatal, protocol version.
 _ADVICE = {
@@ -55,15 +56,15 @@ _log = logging.getLogger("ndistribute")
 
 
 def reserve(host: str) -> socket.socket:
-    """Return a socket that listens at a free port of a host, and keeps it; see `set_accepting`."""
-    # Linux gives up a port that it has chosen itself when the socket listens no longer.
+    """Return a socket that listens at a free port and reserves it; see `set_accepting`."""
+    # Linux releases a port that it has chosen itself when the socket stops listening.
     with listen(f"{host}:0") as free:
         port = free.getsockname()[1]
     return listen(f"{host}:{port}")
 
 
 def set_accepting(listener: socket.socket, accepts: bool) -> None:
-    """Let a socket listen, or refuse connections while no other process can take its port."""
+    """Let a socket listen, or refuse connections but still reserve its port."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(accepts))
     if accepts:
         listener.listen(_BACKLOG)
@@ -72,10 +73,10 @@ def set_accepting(listener: socket.socket, accepts: bool) -> None:
 
 
 def listen(address: str, environ: Mapping[str, str] | None = None) -> socket.socket:
-    """Return a socket that listens at this address only, or at all of this host if it is a name.
+    """Return a socket that listens at an address or, for a name, at all this host's addresses.
 
-    A host's own name often means another address there than elsewhere: Debian's is 127.0.1.1. Port
-    0 means any free port.
+    A host's name often resolves to another address there than elsewhere; on Debian to 127.0.1.1.
+    Port 0 means any free port.
     """
     host, port = split_address(address)
     if number := (environ or {}).get(LISTEN_FD, ""):
@@ -97,7 +98,7 @@ def listen(address: str, environ: Mapping[str, str] | None = None) -> socket.soc
 
 
 def _check_own(places: Sequence[Any]) -> None:
-    """Raise OSError if this host has none of the addresses that were found for a name."""
+    """Raise OSError if this host has none of the addresses to which a name resolves."""
     for family, *_, place in places:
         with contextlib.suppress(OSError), socket.socket(family) as probe:
             probe.bind((place[0], 0, *place[2:]))
@@ -126,7 +127,7 @@ def _inherited(number: str, address: str, port: int) -> socket.socket:
 
 
 def listen_unix(address: str, environ: Mapping[str, str] = os.environ) -> list[socket.socket]:
-    """Return a Unix socket for clients on this host, or nothing if it is not wanted or in use."""
+    """Return a Unix socket for clients on this host; an empty list if unwanted or in use."""
     if not unix_wanted(environ):
         return []
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -152,11 +153,11 @@ class _Pending:
 
 
 class Listener:
-    """Accept connections, and pass on those of peers that prove to know the job's secret.
+    """Accepts connections, and passes on those whose peers prove that they know the secret.
 
-    The listener's thread calls `on_peer` with the socket, which the callee then owns, and the
-    outcome of the handshake, and `on_refusal` with the reason if a peer did not prove it. Neither
-    may block.
+    The listener's thread calls `on_peer` with the socket, which the callee then owns, and with the
+    outcome of the handshake. If a peer fails, it calls `on_refusal` with the reason. Neither may
+    block.
     """
 
     def __init__(
@@ -203,7 +204,7 @@ class Listener:
         self._closing = True
         with contextlib.suppress(OSError):
             self._waker.send(b"\0")
-        if self._thread is not threading.current_thread():  # Otherwise a callback calls this.
+        if self._thread is not threading.current_thread():  # Otherwise a callback called this.
             self._thread.join(timeout=5.0)
         if self._unlogged:
             _log.warning("refused connections (%d more since the last record)", self._unlogged)
@@ -275,7 +276,7 @@ class Listener:
             return
         try:
             if pending.refusal is not None:
-                if not socket.socket.recv(pending.sock, 4096):  # Below TLS, which has ended.
+                if not socket.socket.recv(pending.sock, 4096):  # Without TLS, which has ended.
                     self._drop(pending, pending.refusal)
                 return
             accepted = pending.exchange.advance(pending.sock)
@@ -285,7 +286,7 @@ class Listener:
             self._refuse(pending, handshake.tls_error(pending.peer, error), _ALERT)
             return
         except Exception as error:
-            # An error of one peer must end this connection only.
+            # An error of one peer must end only this peer's connection.
             self._refuse(pending, error)
             return
         self._selector.unregister(pending.sock)
@@ -312,7 +313,7 @@ class Listener:
         del self._pending[pending.sock]
         self._selector.unregister(pending.sock)
         why = pending.refusal or reason
-        if isinstance(why, ConnectionError):  # It left, for example for a Unix socket.
+        if isinstance(why, ConnectionError):  # The peer left, perhaps to use a Unix socket.
             _log.debug("a connection from %s ended: %s", pending.peer, f"{why}")
         else:
             self._log_refusal(pending.peer, why)

@@ -1,7 +1,7 @@
-"""How a process reaches another one over TCP, and why it does not.
+"""Connects a process to another over TCP, or tells why it cannot.
 
-Every attempt ends by a deadline, also if a name server does not answer. The kernel tells whether
-the host of a peer still answers.
+Every attempt ends by a deadline, even if a name server does not answer. The kernel knows whether a
+peer's host still answers.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _TCP_INFO = struct.Struct("=BxBBB47xII")
 
 
 def tcp_socket(address: str, deadline: float) -> socket.socket:
-    """Return a connected socket; also a name server has to answer by the deadline."""
+    """Return a connected socket; the deadline also limits the look-up of the name."""
     failure: OSError = socket.gaierror(socket.EAI_AGAIN, "the name server does not answer")
     places = _looked_up(address, deadline)
     for number, (family, kind, protocol, _, place) in enumerate(places):
         sock = socket.socket(family, kind, protocol)
         try:
-            # An address that does not answer leaves time for the next ones.
+            # If an address does not answer, time remains for the next ones.
             sock.settimeout(max(0.001, (deadline - time.monotonic()) / (len(places) - number)))
             sock.connect(place)
             return sock
@@ -54,7 +54,7 @@ def refuses(address: str, seconds: float) -> bool:
 
 
 def _looked_up(address: str, deadline: float) -> list[Any]:
-    """Return the places of an address, or none after the deadline."""
+    """Return the socket addresses of an address; none after the deadline."""
     place = split_address(address)
     if is_loopback(place[0]):
         return socket.getaddrinfo(*place, type=socket.SOCK_STREAM)
@@ -66,7 +66,7 @@ def _looked_up(address: str, deadline: float) -> list[Any]:
         except Exception as error:
             places.set_exception(error)
 
-    # `getaddrinfo` has no timeout of its own, and cannot be interrupted.
+    # `getaddrinfo` has no timeout, and cannot be interrupted.
     threading.Thread(target=look, name="ndistribute look", daemon=True).start()
     try:
         return places.result(max(0.0, deadline - time.monotonic()))
@@ -76,7 +76,7 @@ def _looked_up(address: str, deadline: float) -> list[Any]:
 
 def why_unreached(address: str, error: OSError) -> str:
     """Return a text for a failed connection to an address: why it failed, and what to check."""
-    if isinstance(error, DistributeError):  # Its text has all of this.
+    if isinstance(error, DistributeError):  # Its text already says all this.
         return str(error).rstrip(".")
     if isinstance(error, socket.gaierror):
         return f"the host name {split_address(address)[0]!r} was not found: {error.strerror}"
@@ -99,7 +99,7 @@ def look_for(address: str) -> str:
 
 
 def why_absent(addresses: Sequence[str]) -> list[str]:
-    """Return why each process has not joined; try for at most 1 s to connect to them."""
+    """Return why each process has not joined; trying to connect takes at most 1 s."""
     listens = "a process listens there, but has not joined: it is starting, or is another program"
     with ThreadPoolExecutor(len(addresses)) as pool:
         return [why or listens for why in pool.map(look_for, addresses)]
@@ -107,16 +107,17 @@ def why_absent(addresses: Sequence[str]) -> list[str]:
 
 def is_out_of_reach(sock: Any) -> bool:
     """Return True if the peer's host does not acknowledge what this one sends."""
-    # The host of a stopped process acknowledges, and that of one that died closes at once.
+    # A stopped process's host still acknowledges; a dead process's host closes at once.
     with contextlib.suppress(OSError):  # A Unix socket, or one that was closed.
         return bool(_tcp_info(sock)[1])
     return False
 
 
 def unanswered_seconds(sock: Any) -> float:
-    """Return for how long the peer's host has not answered data or probes; 0 if it owes nothing.
+    """Return the seconds since the peer's host last answered; 0 if no answer is due.
 
-    TCP_USER_TIMEOUT would end the connection to a process that computes, and reads nothing.
+    TCP_USER_TIMEOUT cannot serve here: it would end the connection to a process that computes and
+    does not read.
     """
     state, retransmits, probes, backoff, data, answer = _tcp_info(sock)
     # Probes of a full window, which back off, may be minutes apart. Its receiver probes as well.

@@ -1,9 +1,9 @@
 """Requests and replies over connections: a client that survives server restarts, and a server.
 
-A call has a connection for itself, an idle or a new one, and its thread reads the reply, so it
-needs no thread switch in the client. Calls are numbered, so a late reply to a call that was given
-up is not taken for that of another. The server has one thread per connection, which reads a
-request, calls the service, and sends the reply.
+Each call uses a connection alone, an idle or a new one. The caller's thread reads the reply, so the
+client switches no threads. Calls are numbered, so a late reply to an abandoned call is not mistaken
+for the reply to another call. The server has one thread per connection, which reads a request,
+calls the service, and sends the reply.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from ndistribute.transport.waiting import FIRST_SECONDS, WaitReport
 
 _PAUSES = (0.01, 0.02, 0.05, 0.1)  # Seconds between attempts to connect; the last one repeats.
 _RESTORE_SECONDS = 5.0
-_LEAST_SECONDS = 1.0  # For an attempt to connect.
+_LEAST_SECONDS = 1.0  # The least time for an attempt to connect.
 _MOST_CONNECTIONS = 4096
 _log = logging.getLogger("ndistribute")
 
 
 class PendingCall:
-    """A request that was sent once; it has a connection for itself until its reply."""
+    """A request that was sent once; it uses a connection alone until its reply."""
 
     connection: Connection
 
@@ -53,7 +53,7 @@ class PendingCall:
 
     @property
     def instance(self) -> str:
-        """Return which start of the server got the request."""
+        """Return the instance of the server that got the request."""
         return self.connection.peer.instance
 
     def result(self, until: float = float("inf")) -> Any:
@@ -80,7 +80,7 @@ class PendingCall:
         return self.reply
 
     def cancel(self) -> None:
-        """Give up the call and its connection, so that the server knows."""
+        """Abandon the call, and end its connection to tell the server."""
         if self.reply is None:
             self.connection.abort("the call was given up.")
             self._client.give_back(self.connection)
@@ -95,13 +95,13 @@ class PendingCall:
                 return
             except BaseException as error:
                 self._client.give_back(self.connection)
-                # An idle connection that broke meanwhile has not delivered the request.
+                # An idle connection that broke meanwhile did not deliver the request.
                 if is_new or not isinstance(error, ConnectionLostError):
                     raise
 
     def _receive(self, deadline: float, until: float) -> None:
         number = None
-        while number != self._number:  # The replies to calls that were given up come before.
+        while number != self._number:  # Skip replies to abandoned calls.
             number, reply = self.connection.receive(deadline, until)
         self.reply = reply
         self._client.give_back(self.connection)
@@ -133,7 +133,7 @@ class RepeatedCall(PendingCall):
         return self._checked_reply()
 
     def cancel(self) -> None:
-        """Give up the call; its reply is dropped."""
+        """Abandon the call, and drop its reply."""
         if self._is_pending and self.reply is None:
             self._is_pending = False
             self._client.give_back(self.connection)
@@ -185,17 +185,17 @@ class RepeatedCall(PendingCall):
 
 
 class Client:
-    """Send requests to one server, from any number of threads; calls at once use a connection each.
+    """Sends requests to one server from any thread; concurrent calls use separate connections.
 
-    After a lost connection the client sends a pending request again, so requests must be safe to
-    repeat, or `repeats` is False. A connection counts as lost after `silence` seconds without a
-    heartbeat, if the heartbeat timeout is not shorter. A server that restarts at its address before
-    the deadline of a call only delays the call. The client appends a random suffix to its name,
-    because a restarted process is another client. `replies` is the union of the reply classes.
+    If a connection is lost, the client sends a pending request again. So requests must be safe to
+    repeat, unless `repeats` is False. A connection counts as lost after `silence` seconds without a
+    heartbeat, or after the heartbeat timeout if that is shorter. A server that restarts at its
+    address before a call's deadline only delays the call. The client appends a random suffix to its
+    name, because a restarted process is another client. `replies` is the union of reply classes.
     """
 
     failed: type[Exception] = errors.DistributeError
-    """The error for a service that raised, or a reply that is malformed."""
+    """The class of the error if the service raised or the reply is malformed."""
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ class Client:
             self.name, purpose, audience=audience, patience=patience, silence=silence
         )
         self.connect_seconds = silence / 2
-        """The most that a call which is not repeated takes to connect."""
+        """The longest time to connect for a call that is not repeated."""
         self.title = f"{audience or 'the server'} at {address}"
         self._kinds: Decoder[Any] = Decoder(replies | Failure)
         self._timeout, self._repeats = timeout, repeats
@@ -234,7 +234,7 @@ class Client:
         self._process = os.getpid()
         self.beat_within = min(silence, silence_seconds())
         self.waits: Callable[[str], None] = lambda why: None
-        """Called in the thread of a call when it reports that the server is out of reach."""
+        """Called on the thread of a call that reports that the server is out of reach."""
 
     def call(self, request: Record, timeout: float | None = None) -> Any:
         """Return the reply of the server; the caller owns its arrays."""
@@ -255,7 +255,7 @@ class Client:
         return kind(self, request, time.monotonic() + seconds)
 
     def send_one_way(self, *requests: Record, until: float = float("inf")) -> None:
-        """Send requests that have no reply, in order, on a connection of their own; or connect."""
+        """Send requests without replies, in order, on a separate connection; or only connect it."""
         try:
             connection = self._one_way
             if connection is None or not self._is_usable(connection):
@@ -271,7 +271,7 @@ class Client:
             raise self.lost(error) from error
 
     def lost(self, why: object) -> Exception:
-        """Return the error for a request that is not repeated, and was not answered."""
+        """Return the error for an unanswered request that may not be repeated."""
         return errors.WorkerLostError(f"{self.title} cannot be reached: {str(why).rstrip('.')}.")
 
     def take(self, until: float) -> tuple[Connection, bool]:
@@ -302,7 +302,7 @@ class Client:
         connection.close()
 
     def tick(self, now: float, excused: bool) -> None:
-        """Reconnect if all connections are lost, or the server would count the client as dead."""
+        """Reconnect if all connections are lost; otherwise the client would count as dead."""
         connections = [*self._idle, *tuple(self._in_use)]
         is_broken = any(connection.is_broken for connection in connections)
         if is_broken and not (self._restoring or any(each.is_open for each in connections)):
@@ -327,7 +327,7 @@ class Client:
                 connection.close()
 
     def _is_usable(self, connection: Connection) -> bool:
-        if not self._repeats:  # Over TCP, a first message to a server that has ended is lost.
+        if not self._repeats:  # Over TCP, the first message to an ended server is lost.
             try:
                 connection.receive(until=0.0)
             except (TimeoutError, ConnectionLostError):
@@ -349,7 +349,7 @@ class Client:
     def _restore(self) -> None:
         try:
             self.give_back(self.take(time.monotonic() + _RESTORE_SECONDS)[0])
-        except errors.AuthenticationError as error:  # Another attempt would fail as well.
+        except errors.AuthenticationError as error:  # Another attempt would also fail.
             _log.warning("%s does not look for %s again: %s", self.name, self.title, str(error))
             return
         except ConnectionLostError as error:
@@ -358,7 +358,7 @@ class Client:
 
 
 class LocalClient:
-    """A client of a service in the same process, and its peer there; requests keep their arrays."""
+    """A client of a service in the same process, and the service's peer; it copies no arrays."""
 
     instance = "the only one"
 
@@ -406,7 +406,7 @@ class LocalCall:
         return self.reply
 
     def cancel(self) -> None:
-        """Give up the call."""
+        """Abandon the call."""
 
 
 class ClientCount:
@@ -420,7 +420,7 @@ class ClientCount:
         self._peers.setdefault(peer.name, set()).add(peer)
 
     def remove(self, peer: Any, died: bool) -> bool:
-        """Return True if a client has left: it said good-bye, or its last connection has ended."""
+        """Return True if the client has left: it said good-bye, or lost its last connection."""
         peers = self._peers.get(peer.name, set())
         has_left = peer in peers and (not died or len(peers) == 1)
         peers.discard(peer)
@@ -454,7 +454,7 @@ class Peer:
 
     @property
     def patience(self) -> float:
-        """Return how long a client that was cut off may take to come back; 0 if it has died."""
+        """Return how long a client that was cut off may take to return; 0 if it has died."""
         return self._connection.peer.patience if self._connection.was_cut else 0.0
 
     def send(self, record: Record, call: int = 0) -> None:
@@ -482,11 +482,11 @@ class Service(Protocol):
 
 
 class RpcServer:
-    """Accept connections at one address, and serve each of them on a thread of its own.
+    """Accepts connections at one address, and serves each connection on a separate thread.
 
     The server listens when the constructor returns. `name` is its task, such as ``"ps:0"``;
-    `services` maps purposes to services. `connected` and `disconnected` are called for the clients
-    of all services, before and after those of the service.
+    `services` maps purposes to services. `connected` and `disconnected` are called for clients of
+    all services: before the service's `connected`, and after its `disconnected`.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The secret that the processes of a job share, and the TLS files of a process.
 
-The environment names both. If all processes are on this host and no secret is set, they use a file
-of the user, so that local runs need no set-up. Jobs on several hosts must set a secret.
+Environment variables name both. If all processes are on this host and no secret is set, they use a
+file of the user, so local runs need no set-up. Jobs on several hosts must set a secret.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _checked(secret: bytes, source: str) -> bytes:
 
 def _read(path: str | Path, source: str, flags: int = 0) -> bytes:
     """Return the secret in a file; all checks use the open file, which cannot be replaced."""
-    # A named pipe must not block the start of a job: open it without waiting, then refuse it.
+    # A named pipe must not block the start of a job, so open without waiting, and then refuse it.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
     try:
         status = os.fstat(handle)
@@ -125,7 +125,7 @@ def _read(path: str | Path, source: str, flags: int = 0) -> bytes:
 def _own_secret(environ: Mapping[str, str]) -> bytes:
     """Return the secret of this user on this host; the first process creates it."""
     state = environ.get("XDG_STATE_HOME", "")
-    if not os.path.isabs(state):  # The XDG specification says to ignore any other.
+    if not os.path.isabs(state):  # The XDG specification says to ignore relative paths.
         state = os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".local", "state")
     folders = [Path(state, "ndistribute")] if os.path.isabs(state) else []
     problems = []
@@ -147,7 +147,7 @@ def _secret_in(folder: Path) -> bytes:
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
-    # In a folder for temporary files, another user may have created it first.
+    # In a folder for temporary files, another user may have created this folder first.
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise PermissionError("it is not this user's own folder")
     if status.st_mode & _OTHERS:
@@ -157,7 +157,7 @@ def _secret_in(folder: Path) -> bytes:
         with tempfile.NamedTemporaryFile("w", prefix=".secret-", dir=folder) as file:
             file.write(secrets.token_hex(32) + "\n")
             file.flush()
-            with contextlib.suppress(FileExistsError):  # Another process was faster.
+            with contextlib.suppress(FileExistsError):  # Another process created it first.
                 os.link(file.name, path)
     return _read(path, f"{str(path)!r}", os.O_NOFOLLOW)
 
@@ -194,7 +194,7 @@ def tls_context(files: TlsFiles, *, server: bool) -> ssl.SSLContext:
 
 
 class NonBlockingTls:
-    """The interface of a plain non-blocking socket for a TLS socket.
+    """Gives a TLS socket the interface of a plain non-blocking socket.
 
     OpenSSL allows one thread at a time in a connection; the lock is never held while waiting.
     """
@@ -220,7 +220,7 @@ class NonBlockingTls:
             return 0
 
     def shutdown(self, how: int) -> None:
-        socket.socket.shutdown(self._tls, how)  # SSLSocket.shutdown would end reading as well.
+        socket.socket.shutdown(self._tls, how)  # SSLSocket.shutdown would also end reading.
 
 
 def _no_passphrase() -> str:

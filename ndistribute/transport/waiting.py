@@ -1,4 +1,4 @@
-"""Log messages of a process that waits for others to start: the missing ones, and why.
+"""Log messages of a process that waits for others to start: which are missing, and why.
 
 They are warnings, so programs without logging settings show them. The code that waits checks
 regularly whether a report is due; no function here sleeps.
@@ -11,12 +11,12 @@ import time
 from collections.abc import Sequence
 
 FIRST_SECONDS = 5.0
-SHOWN = 3  # The most names in a message.
+SHOWN = 3  # The largest number of names in a message.
 _log = logging.getLogger("ndistribute")
 
 
 class WaitReport:
-    """Warnings about a wait: the first after 5 s, and another each time the wait has doubled."""
+    """Warnings about a wait: the first after 5 s, then one whenever the wait has doubled."""
 
     def __init__(self, waiter: str, begun: float | None = None) -> None:
         self._waiter = waiter
@@ -24,9 +24,9 @@ class WaitReport:
         self.due = self._begun + FIRST_SECONDS  # The monotonic time of the next report.
 
     def tell(self, missing: str) -> bool:
-        """Log the missing processes, with address and reason, if a report is due; return if so.
+        """Log the missing processes, with address and reason; return whether a report was due.
 
-        If `missing` is empty, log nothing: another process reports.
+        If `missing` is empty, log nothing, because another process reports.
         """
         waited = time.monotonic() - self._begun
         due = self._begun + waited >= self.due
