@@ -38,14 +38,14 @@ BUDGETS = {
     "models": 7388,
     "optimizers": 1047,
     "parameter_server": 2190,
-    "strategies": 2372,
+    "strategies": 2373,
     "task": 303,
     "top level": 3364,
     "transport": 2022,
     "variables": 1153,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 45402
+TESTS_BUDGET = 45405
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

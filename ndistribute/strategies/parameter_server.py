@@ -275,7 +275,8 @@ class ParameterServerStrategy(Strategy):
         if self._cluster is not None:
             try:
                 self.servers.ask_all(Status("log" if durability == "log" else "memory"))
-            except BaseException:
+            except BaseException:  # The traceback may keep this object for long.
+                self._give_cores_back()
                 self._witness.close()
                 self._servers.close()
                 raise

@@ -114,6 +114,9 @@ def test_a_worker_of_parameter_servers_shares_cores_until_it_closes_its_strategy
         with nd.ParameterServerStrategy(resolver):
             assert all(count <= max(1, cores() // 2) for count in threads())
         assert threads() == before
+        with pytest.raises(nd.DistributeError, match="snapshot") as kept:
+            nd.ParameterServerStrategy(resolver, durability="log")
+        assert threads() == before, kept
 
 
 def test_a_limit_runs_nothing_when_it_is_dropped_at_the_end_of_the_interpreter():
