@@ -94,6 +94,9 @@ open_traces: list[None] = []
 guests: list[Any] = []
 """Modules with the collectives of other libraries' tensors, and ``takes``, which knows these."""
 
+seed_sources: list[Callable[[], np.random.SeedSequence | None]] = []
+"""Functions that return a seed for new weights, as of a graph that has one, or None."""
+
 _of_several: set[weakref.ref[Any]] = set()
 
 
@@ -438,6 +441,12 @@ def set_seed(seed: int) -> None:
 def current_seed() -> np.random.SeedSequence:
     """Return the current seed, which is a new object after each `set_seed`."""
     return _State.seed
+
+
+def weight_seed() -> np.random.SeedSequence:
+    """Return the seed from which those of new weights are derived, in the order of creation."""
+    seeds = (source() for source in seed_sources)
+    return next((seed for seed in seeds if seed is not None), _State.seed)
 
 
 def restore_seed(entropy: int, children: int) -> None:

@@ -31,7 +31,7 @@ BUDGETS = {
     "coordinator": 916,
     "data": 2916,
     "estimator": 1470,
-    "graph": 4703,
+    "graph": 4719,
     "interop": 1131,
     "jit": 1652,
     "launcher": 2163,
@@ -40,12 +40,12 @@ BUDGETS = {
     "parameter_server": 2190,
     "strategies": 2373,
     "task": 303,
-    "top level": 3364,
+    "top level": 3369,
     "transport": 2022,
     "variables": 1153,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 45405
+TESTS_BUDGET = 45434
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -9,6 +9,7 @@ keeps the settings of the surrounding `device`, `name_scope`, `control_dependenc
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import re
 import sys
 import threading
@@ -22,6 +23,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 import ndistribute.graph.kernels  # noqa: F401  # All readers of a graph ask for its facts.
 from ndistribute import numpy_functions
+from ndistribute.context import seed_sources
 from ndistribute.errors import InvalidArgumentError
 from ndistribute.graph.definition import BodyDef, OperationDef, OperationInput, call_template, pack
 from ndistribute.graph.placement import DeviceFunction, merge_device
@@ -243,6 +245,7 @@ class Graph:
         """Whether no operation can be added any more."""
         self.seed: int | None = None
         """The seed of the graph's random operations; None: a new one for each."""
+        self._weights: np.random.SeedSequence | None = None
         self.outer: Graph | None = None
         self.arguments: dict[Operation, Tensor] = {}
         """The arguments of a body, and their tensors of the graph around it, `outer`."""
@@ -250,6 +253,15 @@ class Graph:
         """By a tensor of graphs around, the argument that always has its value."""
         self.replicated = False
         """Whether each replica of a strategy runs it: see `optimizers`."""
+
+    @property
+    def weight_seed(self) -> np.random.SeedSequence | None:
+        """The seed of the weights that initializers draw while this is the default graph."""
+        if self.outer is not None:
+            return self.outer.weight_seed
+        if self.seed is not None and (self._weights is None or self._weights.entropy != self.seed):
+            self._weights = np.random.SeedSequence(self.seed)
+        return None if self.seed is None else self._weights
 
     @property
     def version(self) -> int:
@@ -267,11 +279,13 @@ class Graph:
     @contextlib.contextmanager
     def as_default(self) -> Iterator[Graph]:
         """Return a context manager; new operations in its block go to this graph."""
-        _stacks.graphs.append(self)
+        _open_graphs.set((*_open_graphs.get(), self))
         try:
             yield self
         finally:
-            _stacks.graphs.remove(self)
+            left = list(_open_graphs.get())
+            left.remove(self)
+            _open_graphs.set(tuple(left))
 
     # The scopes of the current thread.
 
@@ -516,30 +530,37 @@ def _operation(value: Any) -> Operation:
 
 
 class _Stacks(threading.local):
-    """The default graphs and sessions of a thread, the innermost last."""
+    """The default sessions of a thread, the innermost last."""
 
     def __init__(self) -> None:
-        self.graphs: list[Graph] = []
         self.sessions: list[Any] = []
 
 
 _stacks = _Stacks()
+# The default graphs, the innermost last. Replicas of a step have those of the thread that calls it.
+_open_graphs: contextvars.ContextVar[tuple[Graph, ...]] = contextvars.ContextVar(
+    "open_graphs", default=()
+)
 _global = [Graph()]
 
 
 def get_default_graph() -> Graph:
     """Return the graph for new operations: that of the innermost `Graph.as_default`."""
-    return _stacks.graphs[-1] if _stacks.graphs else _global[-1]
+    graphs = _open_graphs.get()
+    return graphs[-1] if graphs else _global[-1]
+
+
+seed_sources.append(lambda: get_default_graph().weight_seed)
 
 
 def in_default_of_a_block() -> bool:
     """Return True inside of `Graph.as_default`."""
-    return bool(_stacks.graphs)
+    return bool(_open_graphs.get())
 
 
 def reset_default_graph() -> None:
     """Start with an empty default graph, unless a `Graph.as_default` is open."""
-    if _stacks.graphs:
+    if in_default_of_a_block():
         raise RuntimeError("reset_default_graph cannot be called inside Graph.as_default.")
     _global[-1] = Graph()
 

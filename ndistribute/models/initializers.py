@@ -1,8 +1,8 @@
 """Initializers: functions that return the first value of a variable for a shape and a dtype.
 
-Random initializers have their own generators, seeded by `nd.set_seed` and the number of
-initializations so far. So a program that sets the seed creates the same model in every run, under
-every strategy.
+Random initializers have their own generators, seeded by `nd.set_seed`, or by the seed of the
+default graph if it has one, and the number of initializations so far. So a program that sets the
+seed creates the same model in every run, under every strategy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ndistribute.context import current_seed
+from ndistribute.context import weight_seed
 from ndistribute.exports import export as _export
 from ndistribute.names import named, table_of
 
@@ -71,7 +71,7 @@ class _Random(Initializer):
         if self.seed is not None:
             return np.random.default_rng(self.seed)
         # Replicas have keys of one number, and shuffles of two.
-        return np.random.default_rng(current_seed().spawn(1)[0].spawn(1)[0].spawn(1)[0])
+        return np.random.default_rng(weight_seed().spawn(1)[0].spawn(1)[0].spawn(1)[0])
 
 
 @dataclass(frozen=True)
