@@ -440,6 +440,7 @@ class Peer:
 
     def __init__(self, connection: Connection) -> None:
         self.name, self.purpose = connection.peer.name, connection.peer.purpose
+        self.task = self.name.partition("#")[0]
         self._connection = connection
 
     @property
@@ -507,12 +508,12 @@ class RpcServer:
         }
         self._lock = threading.Lock()
         self._threads: dict[threading.Thread, Connection] = {}
+        self._lost: set[str] = set()  # Tasks whose loss was logged since they last connected.
         self._closing = False
         self._silence = silence_seconds(environ)
         sock = listen(address, environ)
         self.port: int = sock.getsockname()[1]
-        place = f"{address.rpartition(':')[0]}:{self.port}"
-        sockets = [*listen_unix(place, environ), sock]
+        sockets = [*listen_unix(f"{address.rpartition(':')[0]}:{self.port}", environ), sock]
         hello = Hello(name=name, instance=self.instance)
         self._listener = Listener(sockets, credentials, hello, self._on_peer, check=self._refusal)
 
@@ -555,11 +556,12 @@ class RpcServer:
 
     def _serve(self, service: Service, connection: Connection) -> None:
         peer, died = Peer(connection), True
+        self._lost.discard(peer.task)
         try:
             try:
                 self._connected(peer)
                 service.connected(peer)
-                died = _converse(service, connection, peer)
+                died = self._converse(service, connection, peer)
             finally:
                 connection.abort("the conversation ended.")
                 died = died and not self._closing
@@ -572,25 +574,27 @@ class RpcServer:
             with self._lock:
                 del self._threads[threading.current_thread()]
 
-
-def _converse(service: Service, connection: Connection, peer: Peer) -> bool:
-    """Serve requests until the connection ends; return True if it ended without a good-bye."""
-    while True:
-        try:
-            call, request = connection.receive()
-        except ConnectionLostError as error:
-            if not error.clean:
-                _log.warning("the connection of %s ended: %s", peer.name, str(error))
-            return not error.clean
-        except MalformedError as error:
-            _log.warning("%s sent what no client sends: %s", peer.name, str(error))
-            return True
-        try:
-            reply = service.handle(peer, call, request)
-            del request
-            if reply is not None:
-                peer.send(reply, call)
-        except Exception as error:
-            _log.exception("a request of %s failed", peer.name)
-            peer.send(failure_of(error, {}), call)
-        reply = None  # Release the reply's memory while the connection is idle.
+    def _converse(self, service: Service, connection: Connection, peer: Peer) -> bool:
+        """Serve requests until the connection ends; return True if it ended without a good-bye."""
+        while True:
+            try:
+                call, request = connection.receive()
+            except ConnectionLostError as error:
+                if not error.clean:
+                    with self._lock:  # A task may have many connections, which end together.
+                        level = logging.DEBUG if peer.task in self._lost else logging.WARNING
+                        self._lost.add(peer.task)
+                    _log.log(level, "the connection of %s ended: %s", peer.name, str(error))
+                return not error.clean
+            except MalformedError as error:
+                _log.warning("%s sent what no client sends: %s", peer.name, str(error))
+                return True
+            try:
+                reply = service.handle(peer, call, request)
+                del request
+                if reply is not None:
+                    peer.send(reply, call)
+            except Exception as error:
+                _log.exception("a request of %s failed", peer.name)
+                peer.send(failure_of(error, {}), call)
+            reply = None  # Release the reply's memory while the connection is idle.

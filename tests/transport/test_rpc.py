@@ -119,6 +119,18 @@ def test_a_server_that_raises_tells_why_and_serves_on(job, caplog):
     assert not client._in_use
 
 
+def test_the_loss_of_a_client_with_several_connections_is_logged_once_each_time(caplog):
+    with serving() as (echo, address):
+        for losses in (1, 2):
+            with Child() as process:
+                process.run(f"clients = [client_of({address!r}) for _ in range(3)]")
+                process.run("print([each.call(Note('here')).text for each in clients])")
+            wait_until(lambda losses=losses: len(echo.gone) == 3 * losses)
+            lines = [each for each in caplog.messages if "the connection of worker:0" in each]
+            assert len(lines) == losses
+            assert all(died for _, died, _ in echo.gone)
+
+
 def test_waits_for_a_server_that_is_not_up_yet_and_gives_up_at_the_deadline():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
