@@ -41,11 +41,11 @@ BUDGETS = {
     "strategies": 2373,
     "task": 303,
     "top level": 3369,
-    "transport": 2022,
+    "transport": 2027,
     "variables": 1153,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 45434
+TESTS_BUDGET = 45444
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
