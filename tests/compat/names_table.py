@@ -1,4 +1,4 @@
-"""The table of names in docs/from-tensorflow.md.
+"""The table of names in docs/tensorflow-names.md.
 
 ``python -m tests.compat.names_table`` writes it, and the stubs of the names.
 
@@ -14,7 +14,7 @@ from ndistribute.compat import tf
 from ndistribute.compat.tables import INSTEAD
 from tests.compat import name_stubs
 
-PAGE = Path(__file__).parents[2] / "docs/from-tensorflow.md"
+PAGE = Path(__file__).parents[2] / "docs/tensorflow-names.md"
 START, END = "<!-- names: written by tests/compat/names_table.py -->", "<!-- end of names -->"
 DIFFERS = {
     "Module": "`with_name_scope` changes no name",
@@ -26,7 +26,7 @@ DIFFERS = {
     "estimator.Estimator": "writes checkpoints as [folders](checkpoints.md)",
     "function": "returns its function, or with `jit_compile=True` [compiles](compiled.md) it",
     "image.resize": "resizes bilinearly or by nearest neighbours, without antialiasing",
-    "keras.Model": "runs steps as NumPy functions: see [above](#differences-from-keras)",
+    "keras.Model": "runs steps as NumPy functions: see [differences from Keras](from-tensorflow.md#differences-from-keras)",
     "keras.optimizers.Optimizer": "has a number or a function as `learning_rate`, not a variable",
     "nn.conv2d": "takes images with channels last, without dilations, like the poolings",
     "random.normal": "returns other numbers than TensorFlow for a seed, like all random functions",
