@@ -35,7 +35,7 @@ BUDGETS = {
     "interop": 1131,
     "jit": 1652,
     "launcher": 2163,
-    "models": 7388,
+    "models": 7402,
     "optimizers": 1047,
     "parameter_server": 2190,
     "strategies": 2373,
@@ -45,7 +45,7 @@ BUDGETS = {
     "variables": 1153,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 45434
+TESTS_BUDGET = 45458
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
