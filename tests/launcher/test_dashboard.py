@@ -372,3 +372,21 @@ def test_a_browser_shows_a_killed_worker_within_two_seconds(tmp_path):
             launcher.terminate()
             for each in (browser, other):
                 each.until(f"{text}.includes('ended with exit code 143')")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
+def test_curves_of_large_ranges_are_logarithmic_and_those_without_a_number_say_so(tmp_path):
+    with contextlib.closing(timeline.Recorder(tmp_path)) as recorder:
+        for loss in (42.0, 0.5, 0.01):
+            recorder.count("loss", loss)
+            recorder.count("norm", math.nan)
+            recorder.count("accuracy", 0.5)  # The same value each time is drawn, too.
+    with serve(tmp_path) as server, contextlib.closing(Browser(tmp_path / "profile")) as browser:
+        browser.open(server.address)
+        browser.until("document.querySelectorAll('polyline').length === 2")
+        charts = "document.querySelector('#charts').innerText"
+        browser.until(rf"/loss, logarithmic\s+42\s+0.01\s/.test({charts})")
+        browser.until(
+            rf"/norm\s+not finite/.test({charts}) && !/NaN/.test(document.body.innerHTML)"
+        )
