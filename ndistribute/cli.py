@@ -9,9 +9,9 @@ import argparse
 import contextlib
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import fields
@@ -298,7 +298,6 @@ def _dashboard(options: argparse.Namespace) -> int:
     if not options.directory.is_dir():
         raise ValueError(f"{options.directory} is not a directory: pass the job's --log-dir.")
     with serve(options.directory) as server, contextlib.suppress(KeyboardInterrupt):
-        sys.stdout.write(f"{server.address}\nCtrl-C ends it.\n")
-        sys.stdout.flush()
-        threading.Event().wait()
+        print(f"{server.address}\nCtrl-C ends it.", flush=True)
+        signal.pause()
     return 0

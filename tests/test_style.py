@@ -34,18 +34,18 @@ BUDGETS = {
     "graph": 4719,
     "interop": 1131,
     "jit": 1652,
-    "launcher": 2163,
-    "models": 7388,
+    "launcher": 2102,
+    "models": 7402,
     "optimizers": 1047,
     "parameter_server": 2190,
     "strategies": 2373,
     "task": 303,
-    "top level": 3369,
+    "top level": 3368,
     "transport": 2027,
     "variables": 1153,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 45444
+TESTS_BUDGET = 45538
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -87,11 +87,9 @@ def launch(options: JobOptions, stdout: int = 1, stderr: int = 2) -> int:
         console = opened.enter_context(contextlib.closing(Console(out, err, options.log_dir)))
         console.short = not options.verbose
         if options.dashboard and options.log_dir is not None:
-            from ndistribute.launcher.dashboard import begin as begin_dashboard
+            from ndistribute.launcher.dashboard import begin
 
-            opened.enter_context(
-                begin_dashboard(options.log_dir, options.command, environ, console)
-            )
+            opened.enter_context(begin(options.command, options.log_dir, environ, console))
         ranks = options.processes if mpi and options.is_local else 0
         pipes = commands.rank_pipes(ranks, opened) if ranks else ([], "")
         silence = 0.0 if mpi or options.is_local else commands.host_silence(environ)
@@ -173,9 +171,6 @@ def _environment(options: JobOptions, stderr: int) -> dict[str, str]:
     environ[JOB_ID] = job_environment(environ)[JOB_ID]
     if options.min_workers:  # A restarted worker needs the others' secret.
         environ |= job_environment(environ)
-    if options.dashboard and options.log_dir is not None:
-        traces = environ.get("NDISTRIBUTE_TRACE") or str(options.log_dir.absolute())
-        environ["NDISTRIBUTE_TRACE"] = traces
     if not options.verbose:
         environ.setdefault(tracebacks.VARIABLE, tracebacks.SHORT)
     if os.isatty(stderr) and (columns := os.get_terminal_size(stderr).columns):

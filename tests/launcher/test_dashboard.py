@@ -34,7 +34,7 @@ strategy = nd.MultiWorkerMirroredStrategy(elastic=limits)
 with strategy.scope():
     model = nd.Sequential([nd.layers.Dense(1)])
     model.compile("sgd", "mse")
-print("<b>pid</b>", os.getpid(), flush=True)
+print("\\x1b[31m<b>pid</b>\\x1b[0m", os.getpid(), flush=True)
 model.fit(np.ones((64, 2)), np.ones((64, 1)), 2, epochs=100_000, verbose=0)
 """
 
@@ -73,18 +73,22 @@ def job(tmp_path: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], 
 
 
 def is_training(state: dict[str, Any]) -> bool:
-    trains = ["loss" in task.get("metrics", {}) and task.get("rate") for task in state["tasks"]]
-    return len(trains) == 2 and all(trains)
+    newest = [task.get("newest", {}) for task in state["tasks"].values()]
+    return len(newest) == 2 and all({"loss", "steps/s"} <= {*each} for each in newest)
 
 
 @pytest.mark.slow
 def test_a_running_job_is_shown_and_what_is_left_of_it_later(tmp_path):
     with job(tmp_path) as (launcher, address):
         state = state_when(address, is_training)
-        assert [task["name"] for task in state["tasks"]] == ["worker 0", "worker 1"]
-        assert [task["state"] for task in state["tasks"]] == ["running"] * 2
-        assert all(task["steps"] > 0 and "<b>pid</b>" in task["log"] for task in state["tasks"])
-        assert all(task["shares"]["compute"] > 0 for task in state["tasks"])
+        assert [*state["tasks"]] == ["worker 0", "worker 1"]
+        for task in state["tasks"].values():
+            assert task["state"] == "running"
+            assert "<b>pid</b>" in task["log"]
+            (since, before), (until, after) = task["window"]
+            assert until > since
+            assert after["steps"] > 0
+            assert after["compute"] > before.get("compute", 0)
         assert state["runs"]
         assert state["end"] is None
         _, shown = get(f"{address}timeline")
@@ -107,7 +111,7 @@ def test_the_page_of_a_folder_ends_with_ctrl_c(tmp_path):
         command("dashboard", tmp_path), env=environment(), stdout=subprocess.PIPE, text=True
     ) as server:
         address = server.stdout.readline().strip()
-        assert get(f"{address}state")[1]["tasks"] == []
+        assert get(f"{address}state")[1]["tasks"] == {}
         server.send_signal(signal.SIGINT)
         assert server.wait(HANG_SECONDS) == 0
     assert "is not a directory" in run("dashboard", tmp_path / "none").stderr
@@ -175,8 +179,8 @@ def test_a_trace_is_followed_while_it_grows_and_after_its_process_starts_again(t
                 recorder.add("compute", "", later - 10**9, later)
                 recorder.count("loss", float("nan") if step else 0.5)
                 recorder.flush(last=True)
-                (task,) = job.state()["tasks"]
-                assert task["steps"] == step + 1
+                (task,) = job.state()["tasks"].values()
+                assert task["window"][1][1]["steps"] == step + 1
     assert [value for _, value in job.state()["series"]["loss"]["worker 0"]][:4] == [
         *(0.5, None, None, 0.5),
     ]
@@ -195,6 +199,57 @@ def test_a_long_job_keeps_few_points_which_become_rarer_with_age(tmp_path):
     assert values[-1] - values[-100] < values[100] - values[0]
 
 
+def test_the_next_job_in_a_folder_shows_nothing_of_the_last(tmp_path):
+    here, job = socket.gethostname(), JobFolder(tmp_path)
+    for number, began in enumerate((time.time() - 60, time.time())):
+        about = {"job": "train.py", "traces": str(tmp_path), "pid": os.getpid(), "host": here}
+        (tmp_path / "journal.jsonl").write_text(json.dumps({"time": began, **about}) + "\n")
+        for each in (job, JobFolder(tmp_path)):
+            assert each.state()["series"] == {}
+        with contextlib.closing(timeline.Recorder(tmp_path)) as recorder:
+            recorder.identify("rank 0", ["rank 0"])
+            recorder.count("loss", number)
+        for each in (job, JobFolder(tmp_path)):
+            ((_, value),) = each.state()["series"]["loss"]["worker 0"]
+            assert value == number
+        os.utime(tmp_path / "trace-0.json", (began, began))
+
+
+def test_a_page_of_many_workers_stays_small(tmp_path):
+    names = [f"rank {rank}" for rank in range(64)]
+    for name in names:
+        with contextlib.closing(timeline.Recorder(tmp_path)) as recorder:
+            recorder.identify(name, names)
+            for step in range(400):
+                recorder.count("loss", step)
+                recorder.add("compute", "", step, step + 1)
+                recorder.flush()
+            if name != "rank 1":
+                recorder.wait("wait all_reduce #1", 1)
+    job = JobFolder(tmp_path)
+    state = job.state()
+    assert [*state["tasks"]] == [f"worker {rank}" for rank in range(64)]
+    assert {len(points) for points in state["series"]["loss"].values()} == {45}
+    assert {points[-1][1] for points in state["series"]["loss"].values()} == {399}
+    assert "63 workers have waited" in state["waits"]
+    rows = job.timeline()
+    assert len(rows) == 64
+    assert all(len(spans) < 400 for _, spans in rows)
+
+
+def test_a_log_is_shown_from_any_byte_on(tmp_path):
+    (tmp_path / "rank-0.log").write_bytes(b"first\n" + b"\xff\xe4<b>" * 2_000_000)  # One line.
+    (tmp_path / "rank-0.1.log").write_bytes(b"")
+    os.utime(tmp_path / "rank-0.1.log", (0, 0))
+    about = {"job": "train.py", "traces": str(tmp_path), "pid": os.getpid(), "host": "there"}
+    notes = about, {"task": "0", "pid": 1, "host": "there"}
+    lines = [json.dumps({"time": time.time(), **note}) + "\n" for note in notes]
+    (tmp_path / "journal.jsonl").write_text("".join(lines))
+    log = JobFolder(tmp_path).state()["tasks"]["worker 0"]["log"]
+    assert 4000 < len(log) <= 4096
+    assert log.endswith("\ufffd\ufffd<b>")
+
+
 def test_what_the_page_does_not_know_of_other_hosts_and_of_mpi_is_said(tmp_path):
     here = socket.gethostname()
     about = {"job": "train.py", "traces": str(tmp_path), "pid": os.getpid(), "host": here}
@@ -204,7 +259,7 @@ def test_what_the_page_does_not_know_of_other_hosts_and_of_mpi_is_said(tmp_path)
     lines = "".join(json.dumps({"time": time.time(), **note}) + "\n" for note in notes)
     (tmp_path / "journal.jsonl").write_text(f'{lines}{{"time": 1')  # The last one is being written.
     state = JobFolder(tmp_path).state()
-    tasks = {task["name"]: task for task in state["tasks"]}
+    tasks = state["tasks"]
     assert set(tasks) == {"worker 0", "worker 1", "mpiexec"}
     assert [tasks[f"worker {k}"]["state"] for k in range(2)] == ["running", "exit code 255"]
     assert "on that host" in tasks["worker 1"]["note"]
@@ -298,7 +353,7 @@ def test_a_browser_shows_a_killed_worker_within_two_seconds(tmp_path):
         seconds = [math.inf]
         for left in (4, 3, 2):  # A machine that is busy for a moment is asked again.
             state = state_when(address, is_training)
-            os.kill(int(state["tasks"][1]["log"].split()[-1]), signal.SIGKILL)
+            os.kill(int(state["tasks"]["worker 1"]["log"].split()[-1]), signal.SIGKILL)
             began = time.monotonic()
             said = rf"worker 1 ended .signal 9.; starting it again in [0-9.]+ s .{left} left"
             browser.until(f"/{said}/.test({text})")
@@ -308,7 +363,30 @@ def test_a_browser_shows_a_killed_worker_within_two_seconds(tmp_path):
                 break
         assert min(seconds) < 2, seconds
         browser.until("document.querySelectorAll('#timeline rect').length > 10")
-        browser.until("document.querySelector('#logs').textContent.includes('<b>pid</b>')")
+        log = "document.querySelector('#logs').textContent"  # Without the codes of colours.
+        browser.until(f"{log}.includes('<b>pid</b>') && !{log}.includes('[31m')")
         browser.until("document.querySelector('#logs b') === null")  # It was not taken as HTML.
-        launcher.terminate()
-        browser.until(f"{text}.includes('ended with exit code 143')")
+        with contextlib.closing(Browser(tmp_path / "other")) as other:
+            other.open(address)
+            other.until(f"{text}.match(/running/g)?.length === 3")
+            launcher.terminate()
+            for each in (browser, other):
+                each.until(f"{text}.includes('ended with exit code 143')")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
+def test_curves_of_large_ranges_are_logarithmic_and_those_without_a_number_say_so(tmp_path):
+    with contextlib.closing(timeline.Recorder(tmp_path)) as recorder:
+        for loss in (42.0, 0.5, 0.01):
+            recorder.count("loss", loss)
+            recorder.count("norm", math.nan)
+            recorder.count("accuracy", 0.5)  # The same value each time is drawn, too.
+    with serve(tmp_path) as server, contextlib.closing(Browser(tmp_path / "profile")) as browser:
+        browser.open(server.address)
+        browser.until("document.querySelectorAll('polyline').length === 2")
+        charts = "document.querySelector('#charts').innerText"
+        browser.until(rf"/loss, logarithmic\s+42\s+0.01\s/.test({charts})")
+        browser.until(
+            rf"/norm\s+not finite/.test({charts}) && !/NaN/.test(document.body.innerHTML)"
+        )

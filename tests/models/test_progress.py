@@ -1,5 +1,6 @@
 """What `fit` shows, a bar in a terminal and lines elsewhere; what the summary of a model names."""
 
+import contextlib
 import io
 import re
 import sys
@@ -9,6 +10,7 @@ import pytest
 
 import ndistribute as nd
 from ndistribute.models import Model, Sequential, layers
+from ndistribute.models.callbacks import callback
 from ndistribute.models.metrics import Metric
 
 X, Y = np.ones((12, 3), np.float32), np.ones((12, 1), np.float32)
@@ -65,6 +67,32 @@ def test_lines_end_between_metrics_in_the_terminal_of_a_launcher(monkeypatch):
     assert wrapped.startswith("    - val_loss: ")
     assert " - val_mean_absolute_error: " in wrapped
     assert second.startswith("Epoch 2/2 - ")
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (100, "Epoch 1/2 - 5/16 |###1      | 00:00<? - loss: 5.1134e-05 - {maximum}: 0.2500"),
+        (70, "Epoch 1/2 - 5/16 |##1    | 00:00<? - loss: 5.1134e-05"),
+        (50, "Epoch 1/2 - 5/16 |6 | 00:00<? - loss: 5.1134e-05"),
+        (40, "Epoch 1/2 - 5/16 |3| 00:00<?"),
+        (20, "Epoch 1/2"),
+        (5, "Epoch"),
+    ],
+)
+def test_a_running_bar_shows_whole_metrics_only(columns, shown):
+    pytest.importorskip("tqdm")
+    logs = {"loss": 5.1134e-05, "{maximum}": 0.25, "metric_with_a_longer_name": 1.0}
+    form = callback._format("{elapsed}<{remaining}", 16, columns, logs)
+    with contextlib.closing(callback._bar("Epoch 1/2", 16, 5)) as bar:
+        parts = {**bar.format_dict, "bar_format": form, "ncols": columns, "ascii": True}
+        assert bar.format_meter(**parts) == shown
+
+
+def test_a_width_that_is_no_number_is_an_error_before_training(monkeypatch):
+    monkeypatch.setenv("NDISTRIBUTE_COLUMNS", "wide")
+    with pytest.raises(ValueError, match="NDISTRIBUTE_COLUMNS must be a number of columns, got 'w"):
+        shown_by_fit(monkeypatch, io.StringIO())
 
 
 def test_no_bar_reads_metrics_at_no_step(monkeypatch):

@@ -224,6 +224,7 @@ class ProgbarLogger(Callback):
         if verbose not in ("auto", 0, 1, 2):
             raise ValueError(f"verbose must be 'auto', 0, 1 or 2, got {verbose!r}.")
         self._verbose = 1 if verbose == "auto" else int(verbose)
+        self._columns = _columns()
         self._bar: Any = None
         self._began = 0.0
 
@@ -243,15 +244,16 @@ class ProgbarLogger(Callback):
             self.on_train_batch_end = self._advance  # type: ignore[method-assign]
 
     def _advance(self, batch: int, logs: Logs) -> None:
-        self._bar.bar_format = _format(_RUNNING, self._bar.total, logs)
-        self._bar.update()
+        bar = self._bar
+        bar.bar_format = _format(_RUNNING, bar.total, bar.ncols, logs)
+        bar.update()
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Close the bar with the metrics of the epoch, or write a line."""
         took = _duration(time.monotonic() - self._began)
         if self._bar is not None:
             bar = self._bar
-            bar.bar_format = _format(took, bar.total, logs)
+            bar.bar_format = _format(took, bar.total, bar.ncols, logs)
             columns, bar.ncols = bar.ncols, None  # Nothing is cut off at the end.
             line, bar.leave = _wrapped(str(bar), columns), False
             self._close()
@@ -267,14 +269,21 @@ class ProgbarLogger(Callback):
     def show_line(self, logs: Logs, prefix: str = "") -> None:
         """Write a line of metrics, or lines as wide as the terminal of the launcher is."""
         if self.verbose:
-            columns = int(os.environ.get("NDISTRIBUTE_COLUMNS") or sys.maxsize)
-            sys.stderr.write(f"{_wrapped(prefix + _shown(logs), columns)}\n")
+            sys.stderr.write(f"{_wrapped(prefix + _shown(logs), self._columns)}\n")
             sys.stderr.flush()
 
     def _close(self) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+def _columns() -> int:
+    """Return the width of lines where the output is not a terminal."""
+    text = os.environ.get("NDISTRIBUTE_COLUMNS") or str(sys.maxsize)
+    if not text.isdecimal():
+        raise ValueError(f"NDISTRIBUTE_COLUMNS must be a number of columns, got {text!r}.")
+    return int(text)
 
 
 def _shown(logs: Logs) -> str:
@@ -322,9 +331,10 @@ def _number(value: float) -> str:
     return f"{value:.4f}" if fits else f"{value:.4e}"
 
 
-def _format(duration: str, total: int | None, logs: Logs) -> str:
+def _format(duration: str, total: int | None, columns: int, logs: Logs) -> str:
     """Return the format of a bar, which is short so that a terminal has room for the metrics."""
-    bar = "{n_fmt} steps" if total is None else "{n_fmt}/{total_fmt} |{bar:10}|"
+    width = min(10, max(1, columns // 4 - 10))
+    bar = "{n_fmt} steps" if total is None else f"{{n_fmt}}/{{total_fmt}} |{{bar:{width}}}|"
     metrics = f" - {_shown(logs)}".replace("{", "{{").replace("}", "}}") if logs else ""
     return f"{{desc}} - {bar} {duration}{metrics}"
 
@@ -339,8 +349,17 @@ def _bar(title: str, steps: int | None, done: int) -> Any:
     class Bar(tqdm):  # type: ignore[misc]
         monitor_interval = 0  # Otherwise tqdm keeps a thread.
 
+        @staticmethod
+        def format_meter(*, ncols: int | None, **values: Any) -> str:
+            """Return the bar with as many metrics as fit; half a number would mislead."""
+            line = str(tqdm.format_meter(ncols=None, **values))
+            while ncols is not None and len(line) > ncols:
+                shorter, separator, _ = line.rpartition(" - ")
+                line = shorter if separator else line[:ncols]
+            return line
+
     columns, rows = shutil.get_terminal_size()
-    layout = {"bar_format": _format(_RUNNING, steps, {}), "ncols": columns, "nrows": rows}
+    layout = {"bar_format": _format(_RUNNING, steps, columns, {}), "ncols": columns, "nrows": rows}
     return Bar(total=steps, initial=done, desc=title, file=sys.stderr, **layout)
 
 
