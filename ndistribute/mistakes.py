@@ -25,6 +25,15 @@ _INSTEAD = {
 """What to do instead of what Keras, or an older Keras, has by these names."""
 
 
+def count_of(count: int, thing: str, things: str = "") -> str:
+    """Return a number and a noun, in the plural unless the number is 1.
+
+    >>> count_of(1, "replica"), count_of(2, "replica"), count_of(0, "boundary", "boundaries")
+    ('1 replica', '2 replicas', '0 boundaries')
+    """
+    return f"{count} {thing if count == 1 else things or f'{thing}s'}"
+
+
 class Explaining:
     """A base class that explains unknown arguments, and a forgotten ``super().__init__()``.
 

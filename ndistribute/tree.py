@@ -159,7 +159,8 @@ def _rebuilt(tree: Tree, make: Callable[[Leaf], Leaf], *, keep: bool = False) ->
         if type(tree) is dict:
             return ordered
         clone = copy.copy(tree)  # Most subclasses' own `copy` returns a plain dict.
-        clone.update(ordered)
+        for key, value in ordered.items():  # `Counter.update` would add the values.
+            clone[key] = value
         return clone
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*new)

@@ -24,28 +24,28 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 # The most lines of code of each folder of the package, without blanks, comments and docstrings.
 # A change that needs more raises a number here, and its message says why.
 BUDGETS = {
-    "autodiff": 2842,
+    "autodiff": 2845,
     "cluster": 663,
     "collective": 4654,
-    "compat": 3931,
+    "compat": 3965,
     "coordinator": 916,
-    "data": 2916,
-    "estimator": 1470,
-    "graph": 4719,
-    "interop": 1131,
-    "jit": 1652,
+    "data": 2941,
+    "estimator": 1504,
+    "graph": 4767,
+    "interop": 1137,
+    "jit": 1658,
     "launcher": 2102,
-    "models": 7402,
-    "optimizers": 1047,
+    "models": 7475,
+    "optimizers": 1056,
     "parameter_server": 2190,
     "strategies": 2373,
     "task": 303,
-    "top level": 3368,
+    "top level": 3371,
     "transport": 2027,
     "variables": 1153,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 45538
+TESTS_BUDGET = 45624
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -1,7 +1,7 @@
 """Nests: what counts as one, and that nothing is lost in taking one apart and putting it back."""
 
 import dataclasses
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from typing import Any, NamedTuple
 
 import pytest
@@ -31,6 +31,14 @@ class Derived:
 
 class Named(dict):
     pass
+
+
+class Adding(dict):
+    """A dict whose `update` adds, as that of a `Counter` does."""
+
+    def update(self, other):
+        for key, value in other.items():
+            self[key] = self.get(key, 0) + value
 
 
 leaves = st.one_of(st.integers(), st.none(), st.text(max_size=2))
@@ -79,6 +87,8 @@ def test_containers_keep_their_type():
         OrderedDict([("b", 1), ("a", 2)]),
         defaultdict(list, {"b": 1, "a": 2}),
         Named(b=1, a=2),
+        Counter(b=1, a=2),
+        Adding(b=1, a=2),
         Pair(1, [2]),
         Batch(1, {"a": 2}),
         [],
@@ -91,6 +101,7 @@ def test_containers_keep_their_type():
         assert built == nest
     built = tree.map_leaves(str, defaultdict(list, {"a": 1}))
     assert built["new"] == []
+    assert tree.map_leaves(lambda leaf: leaf + 1, Counter(a=1)) == Counter(a=2)
 
 
 def test_maps_run_over_several_nests_at_once():

@@ -23,6 +23,7 @@ from ndistribute.autodiff.tracked import Tracked, is_differentiable, operand, re
 from ndistribute.context import current_frame, current_trace
 from ndistribute.devices import Array, as_array
 from ndistribute.indexed_slices import IndexedSlices
+from ndistribute.mistakes import count_of
 
 Axis = int | tuple[int, ...] | None
 
@@ -115,8 +116,8 @@ def _check_repeated(result: Any, repeated: Any) -> None:
         equal = np.allclose(as_array(again), first, bound, bound, equal_nan=True)
         error = functools.partial(
             TypeError,
-            "it ran again, and returned another result: pass what may change, such as the "
-            "value of a variable or random numbers, as an argument",
+            "it ran again, and returned a different result: pass everything that may change, such "
+            "as the value of a variable or random numbers, as an argument",
         )
         if hasattr(first, "on_device"):
             current_trace().check(equal, error)
@@ -158,8 +159,8 @@ def _plain(result: Any) -> Any:
     if isinstance(result, Tracked):
         raise TypeError(
             f"a custom_gradient function, called at {user_line()}, computed with a tracked array "
-            "or a variable that is not a positional argument, so its gradient would be lost: pass "
-            "it by position."
+            "or a variable that is not a positional argument, so the gradient of that would be "
+            "lost: pass it by position."
         )
     return np.asarray(result) if type(result) in (float, complex) else result
 
@@ -211,8 +212,8 @@ def _check_count(function: Callable[..., Any], answer: Any, count: int, what: st
         )
     if len(answer) != count:
         raise ValueError(
-            f"{name} was called with {count} positional argument(s), and its derivative returned "
-            f"{len(answer)} {what}: it must return {rule}."
+            f"{name} was called with {count_of(count, 'positional argument')}, but its derivative "
+            f"returned {len(answer)} {what}: it must return {rule}."
         )
 
 

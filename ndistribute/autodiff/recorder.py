@@ -112,7 +112,7 @@ def tracked_pass(graph: Any, seeds: Mapping[int, Any], sources: set[Any], spans:
 
 def _not_kept() -> Any:
     raise NotImplementedError(
-        "only one tape recorded it. Nest two tapes, and open both of them before it"
+        "only one tape recorded it. Nest two tapes, and open both before the computation"
     )
 
 
@@ -296,7 +296,7 @@ class TapeGraph:
         self.nested = False  # Whether several tapes are open now.
         # For entries of nested tapes: the function, and what returns rules of tracked arrays.
         self.again: dict[int, tuple[Any, Callable[[], Any]]] = {}
-        self.has_rows = False  # Whether the last tracked gradients were rows, before made whole.
+        self.has_rows = False  # Whether the last tracked gradients were sparse rows.
         self.lock: Any = None  # For the threads that append to it, if there are several.
         self._frame = frame
         self._open = 0

@@ -93,7 +93,9 @@ class GradientTape:
         {'x': array(4.), 'y': array(3.)}
         """
         if not self._is_open:
-            raise RuntimeError("GradientTape.watch needs an open tape: call it in the with block.")
+            raise RuntimeError(
+                "GradientTape.watch needs an open tape: call it inside the with block of the tape."
+            )
         return tree.map_leaves(self._watch_one, value)
 
     def watches(self, variable: Any) -> bool:
@@ -369,7 +371,7 @@ class Pullback:
     def __init__(self, graph: TapeGraph, arguments: list[Any], result: Any, spans: Spans) -> None:
         self._graph, self._arguments, self._spans = graph, arguments, spans
         self._results = list(result) if isinstance(result, list | tuple) else [result]
-        self._rules: dict[Any, Any] = {}  # By argument, if one operation gave the result.
+        self._rules: dict[Any, Any] = {}  # By argument, if the result is of one operation.
         *leaves, last = graph.entries or [None]
         if last is None or graph.nested or any(leaves) or type(last[1]) is not tuple:
             return

@@ -225,7 +225,7 @@ def _only_grpc(init: Any) -> Any:
 
     def call(self: Any, *args: Any, protocol: Any = None, config: Any = None, **named: Any) -> None:
         if protocol not in (None, "grpc") or config not in (None, graph.ConfigProto()):
-            raise ValueError("Server: protocol is 'grpc', and pass config to Session instead.")
+            raise ValueError("Server: protocol must be 'grpc', and config belongs to Session.")
         init(self, *args, **named)
 
     return call
@@ -397,7 +397,7 @@ def _unless_there(write: Any) -> Any:
 
     def call(src: Any, dst: Any, overwrite: bool = False) -> None:
         if not overwrite and os.path.exists(dst):
-            raise FileExistsError(f"{dst} is there already: pass overwrite=True.")
+            raise FileExistsError(f"{dst} exists already: pass overwrite=True.")
         write(src, dst)
 
     return call

@@ -317,7 +317,10 @@ def gelu(features: Any, approximate: bool = False) -> Any:
     if approximate:
         return nn.gelu(features)
     if isinstance(features, Symbolic):
-        raise NotImplementedError("tf.nn.gelu of a tensor of a graph: pass approximate=True.")
+        raise NotImplementedError(
+            "tf.nn.gelu of a tensor of a graph is available only as an approximation: pass "
+            "approximate=True."
+        )
     return features * (0.5 * (1 + erf(features / math.sqrt(2))))
 
 
@@ -360,7 +363,10 @@ def text_length(input: Any, unit: str = "BYTE") -> Any:
 def text_split(input: Any, sep: str | None = None, maxsplit: int = -1) -> Any:
     """Return the words of a single text; several texts would have different numbers of words."""
     if np.ndim(input):
-        raise NotImplementedError("tf.strings.split of several texts is ragged: split each one.")
+        raise NotImplementedError(
+            "tf.strings.split of several texts would return rows of different lengths: split each "
+            "text."
+        )
     return np.array(str(input).split(sep or None, maxsplit))
 
 

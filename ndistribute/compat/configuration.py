@@ -78,7 +78,7 @@ class PreemptionWatcher:
 
     def __init__(self) -> None:
         raise NotImplementedError(
-            "PreemptionWatcher: a process learns of its preemption by SIGTERM: use "
+            "PreemptionWatcher: a process is told of its preemption by SIGTERM: use "
             "PreemptionCheckpointHandler, with TerminationConfig(termination_watcher_fn=...) for "
             "another source."
         )

@@ -18,6 +18,7 @@ from ndistribute.compat.adapters import TensorDataset
 from ndistribute.compat.image_functions import resize
 from ndistribute.compat.tensors import as_tensor
 from ndistribute.errors import MissingDependencyError
+from ndistribute.mistakes import count_of
 
 _IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
 _MODES = {"grayscale": "L", "rgb": "RGB", "rgba": "RGBA"}
@@ -60,7 +61,9 @@ def decode_image(
     """
     if expand_animations or channels not in (0, None, *_CHANNELS):
         what = f"channels={channels}, expand_animations={expand_animations}"
-        raise ValueError(f"decode_image: channels must be 0, 1, 3 or 4, of one image, got {what}.")
+        raise ValueError(
+            f"decode_image: channels must be 0, 1, 3 or 4, and expand_animations False, got {what}."
+        )
     data = np.asarray(contents).item() if hasattr(contents, "dtype") else contents
     image = _pillow().open(io.BytesIO(data if isinstance(data, bytes) else data.encode()))
     known = image.mode if image.mode in _CHANNELS.values() else "RGB"
@@ -219,14 +222,19 @@ def _of_directory(
     share, subsets = validation_split, (None, "training", "validation", "both")
     if (share is None) != (subset is None) or subset not in subsets:
         what = f"validation_split={share}, subset={subset!r}"
-        raise ValueError(f"pass both: a share, and 'training', 'validation' or 'both'; got {what}.")
+        raise ValueError(
+            "pass both validation_split and subset='training', 'validation' or 'both', or pass "
+            f"neither; got {what}."
+        )
     if share is not None and shuffle and seed is None:
         raise ValueError("validation_split needs a seed, so that its parts have no file in common.")
     folders = sorted(each.name for each in os.scandir(directory) if each.is_dir())
     names = folders if class_names is None else [*class_names]
     if labels not in ("inferred", None) or (labels and sorted(names) != folders):
         what = f"labels={labels!r} and class_names {names} for the folders {folders}"
-        raise ValueError(f"labels must be 'inferred' or None, of all folders; got {what}.")
+        raise ValueError(
+            f"labels must be 'inferred' or None, and class_names must list all folders; got {what}."
+        )
     paths, numbers = _files_of(directory, names if labels else [""], endings)
     wanted = _labels(np.array(numbers, np.int32), label_mode, len(names))
     load_only = not labels or label_mode is None
@@ -238,7 +246,7 @@ def _of_directory(
     def made(part: Any) -> Any:
         if not len(part):
             raise ValueError(
-                f"validation_split={share} of {len(paths)} files leaves one part empty."
+                f"validation_split={share} of {count_of(len(paths), 'file')} leaves one part empty."
             )
         some = np.array(paths)[part]
         dataset = TensorDataset.from_tensor_slices((some, wanted[part]))
@@ -279,8 +287,10 @@ def _labels(numbers: Any, mode: str | None, count: int) -> Any:
         "categorical": np.eye(count, dtype=np.float32)[numbers],
     }
     if mode not in modes or (mode == "binary" and count != 2):
-        what = f"got {mode!r} for {count} classes"
-        raise ValueError(f"label_mode: 'int', 'categorical', 'binary' of two or None, {what}.")
+        what = f"got {mode!r} for {count_of(count, 'class', 'classes')}"
+        raise ValueError(
+            f"label_mode must be 'int', 'categorical', 'binary' (for two classes) or None, {what}."
+        )
     return modes[mode]
 
 

@@ -70,11 +70,11 @@ def _checked(func: Callable[..., Any], specs: Sequence[Any]) -> Callable[..., An
         is_text = all(kind.kind in "OSU" for kind in kinds)
         try:
             if not is_text and kinds[0] != kinds[1]:
-                raise ValueError(f"the dtype is {kinds[1]}, which is not {kinds[0]}.")
+                raise ValueError(f"the dtype is {kinds[1]}, expected {kinds[0]}.")
             if spec.shape is not None:
                 Shape(spec.shape).merged(Shape(tensor.shape))
         except ValueError as error:
-            raise SignatureError(f"{func.__name__}: of the argument {name!r} {error}") from None
+            raise SignatureError(f"{func.__name__}: argument {name!r}: {error}") from None
         return tensor
 
     @functools.wraps(func)

@@ -385,7 +385,7 @@ class _Flags:
             self(sys.argv)
         if name not in vars(self):
             known = ", ".join(sorted(vars(self)))
-            raise AttributeError(f"there is no flag {name!r}; defined are {known}.")
+            raise AttributeError(f"there is no flag {name!r}; the program defines {known}.")
         return vars(self)[name]
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -76,7 +76,9 @@ def rgb_to_grayscale(images: Any) -> Any:
 def grayscale_to_rgb(images: Any) -> Any:
     """Return images with three channels instead of one."""
     if images.shape[-1] != 1:
-        raise InvalidArgumentError(f"expected one channel, got {images.shape[-1]}.")
+        raise InvalidArgumentError(
+            f"grayscale_to_rgb: expected images with one channel, got {images.shape[-1]}."
+        )
     return np.repeat(images, 3, -1)
 
 
@@ -102,7 +104,10 @@ def crop_to_bounding_box(
     height, width = image.shape[-3:-1]
     bottom, right = offset_height + target_height, offset_width + target_width
     if min(offset_height, offset_width) < 0 or bottom > height or right > width:
-        raise ValueError(f"an image of {height} x {width} has no part up to {bottom} x {right}.")
+        raise ValueError(
+            f"crop_to_bounding_box: the box from {offset_height} x {offset_width} to {bottom} x "
+            f"{right} is not inside an image of {height} x {width}."
+        )
     return image[..., offset_height:bottom, offset_width:right, :]
 
 
@@ -114,7 +119,10 @@ def pad_to_bounding_box(
     below, right = target_height - offset_height - height, target_width - offset_width - width
     if min(offset_height, offset_width, below, right) < 0:
         size = f"{target_height} x {target_width}"
-        raise ValueError(f"an image of {height} x {width} is not within {size} from its offset.")
+        raise ValueError(
+            f"pad_to_bounding_box: an image of {height} x {width} at {offset_height} x "
+            f"{offset_width} does not fit into {size}."
+        )
     outer = ((0, 0),) * (image.ndim - 3)
     return np.pad(image, (*outer, (offset_height, below), (offset_width, right), (0, 0)))
 
@@ -217,7 +225,9 @@ def random_crop(value: Any, size: Any, seed: Any = None) -> Any:
     """Return a part of some size at a random position."""
     free = [old - int(new) for old, new in zip(value.shape, size, strict=True)]
     if min(free) < 0:
-        raise InvalidArgumentError(f"random_crop: {value.shape} has no part of size {[*size]}.")
+        raise InvalidArgumentError(
+            f"random_crop: size {[*size]} is larger than the shape {value.shape}."
+        )
     rng = generator(seed)
     starts = [int(rng.integers(0, most + 1)) for most in free]
     return value[tuple(slice(k, k + int(n)) for k, n in zip(starts, size, strict=True))]

@@ -52,7 +52,7 @@ class WithTensors:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         kind: Any = type(self)
-        if _is_of_users(kind):  # Others need no methods of tensors.
+        if _is_of_users(kind):  # Our layers use no methods of tensors.
             args = map_leaves(_with_methods, args)
         return super().__call__(*args, **options)  # type: ignore[misc]
 
@@ -106,7 +106,7 @@ def _arguments(kind: Any, keywords: dict[str, Any]) -> dict[str, Any]:
     if isinstance(options.get("output_mode"), str):
         options["output_mode"] = _MODES.get(options["output_mode"], options["output_mode"])
     if kind.__name__ == "Lambda":
-        options.pop("output_shape", None)  # A call finds it.
+        options.pop("output_shape", None)  # A call determines it.
     return options
 
 

@@ -224,6 +224,6 @@ def _dtype_of(inputs: Any) -> Any:
 def _channels(inputs: Any) -> int:
     length = inputs.get_shape()[-1]
     if length is None:
-        why = f"a layer needs the length of the last axis of {inputs!r}: say it by set_shape()."
+        why = f"a layer needs the length of the last axis of {inputs!r}: set it with set_shape()."
         raise ValueError(why)
     return int(length)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ndistribute import tree
-from ndistribute.mistakes import accepting
+from ndistribute.mistakes import accepting, count_of
 
 
 def is_nested(structure: Any) -> bool:
@@ -50,7 +50,10 @@ def pack_sequence_as(structure: Any, flat_sequence: Any) -> Any:
     """Return a nest like another one, with leaves from a list."""
     leaves, count = list(flat_sequence), len(tree.flatten(structure))
     if len(leaves) != count:
-        raise ValueError(f"the structure has {count} leaves, but the list has {len(leaves)}.")
+        raise ValueError(
+            f"the structure has {count_of(count, 'leaf', 'leaves')}, but the list has "
+            f"{len(leaves)}."
+        )
     return tree.unflatten(structure, leaves)
 
 

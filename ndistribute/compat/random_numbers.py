@@ -53,7 +53,7 @@ def _uniform(
     dtype = np.dtype(dtype or np.float32)
     if dtype.kind in "iu":
         if maxval is None:
-            raise ValueError(f"uniform numbers of {dtype} need maxval, which is above all of them.")
+            raise ValueError(f"uniform numbers of {dtype} need maxval, the exclusive upper bound.")
         return generator(seed).integers(minval, maxval, axis_of(shape), dtype)
     high = 1 if maxval is None else maxval
     return generator(seed).uniform(minval, high, axis_of(shape)).astype(dtype)

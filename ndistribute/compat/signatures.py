@@ -82,8 +82,8 @@ def counted(count: Any) -> Any:
         result = count(x)
         if isinstance(result, tuple) and None in result:
             raise TypeError(
-                f"tf.shape of a symbolic tensor of shape {result}: use x.shape, -1 in tf.reshape, "
-                "or tf.shape in the call of a layer."
+                f"tf.shape cannot return the shape {result} of a symbolic tensor, in which lengths "
+                "are unknown: use x.shape, -1 in tf.reshape, or tf.shape in the call of a layer."
             )
         return result if isinstance(x, Symbolic) else np.array(result, out_type)
 
@@ -108,7 +108,7 @@ def floating(operation: Any) -> Any:
         if isinstance(x, Tensor) and x.dtype.kind in "biu":
             name = getattr(operation, "__name__", "this function")
             raise InvalidArgumentError(
-                f"{name.strip('_')} of a tensor of {x.dtype}: tf.cast it to a float."
+                f"{name.strip('_')} needs a tensor of floats, got {x.dtype}: tf.cast it."
             )
         return operation(x, *args, **options)
 

@@ -250,7 +250,7 @@ class OfTensorFlow(nd.Strategy):
     def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None) -> Any:
         """Return a dataset of the rows of arrays."""
         with self.scope():
-            data: Any = sys.modules["ndistribute.compat.tf.data"]  # That method leads here.
+            data: Any = sys.modules["ndistribute.compat.tf.data"]  # Its own method calls this one.
             return data.Dataset.from_tensor_slices(numpy_input)
 
     def group(self, value: Any, name: Any = None) -> None:

@@ -62,7 +62,9 @@ def _split(value: Any, n: Any, axis: Any = 0, num: Any = None) -> Any:
     if -1 in sizes:
         sizes[sizes.index(-1)] = value.shape[axis] - sum(sizes) - 1
     if min(sizes) < 0 or sum(sizes) != value.shape[axis]:
-        raise InvalidArgumentError(f"split: sizes {[*n]} of an axis of length {value.shape[axis]}.")
+        raise InvalidArgumentError(
+            f"split: the sizes {[*n]} do not add up to the length {value.shape[axis]} of the axis."
+        )
     return np.split(value, np.cumsum(sizes)[:-1], axis)
 
 
@@ -401,7 +403,7 @@ def asserting(compare: Any) -> Any:
             close = 10 * float(np.finfo(dtype).eps)
             options = {"rtol": close, "atol": close} | options
         if not np.all(compare(np.asarray(x), np.asarray(y), *args, **options)):
-            why = f"{compare.__name__} is false of {x!r} and {y!r}"
+            why = f"{compare.__name__} is false for {x!r} and {y!r}"
             raise InvalidArgumentError(why if message is None else f"{message}: {why}")
 
     return adapted(check, "name", "summarize", "data")

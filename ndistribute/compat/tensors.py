@@ -168,7 +168,7 @@ def _operator(base: type, name: str) -> Any:
             return name == "ne"
         is_whole, narrow = self.dtype.kind in "iu", self.dtype.itemsize < 4
         if rounds and is_whole and isinstance(other, int | Tensor) and not np.all(other):
-            raise InvalidArgumentError("integers are divided by zero.")
+            raise InvalidArgumentError("an integer is divided by zero.")
         if is_whole and (isinstance(other, float) or (divides and narrow)):
             self, other = self.astype(np.float32), np.float32(other)
         other = matched(self, other)
@@ -498,7 +498,7 @@ def convert_to_tensor(
         if dtype is None or value.dtype == dtype:
             return value
         raise InvalidArgumentError(
-            f"a tensor of {value.dtype} is no {np.dtype(dtype)}: tf.cast it."
+            f"expected {np.dtype(dtype)}, got a tensor of {value.dtype}: tf.cast it."
         )
     if dtype is None and dtype_hint is not None:
         with contextlib.suppress(TypeError, ValueError):
@@ -524,7 +524,10 @@ def convert_to_tensor(
         return as_tensor(array.astype(str) if is_text and array.size else array)
     kinds = array.dtype.kind, np.dtype(dtype).kind
     if not has_dtype and array.size and kinds[1] not in _FITTING.get(kinds[0], kinds[0]):
-        raise TypeError(f"{value!r} is no {np.dtype(dtype)}: convert it, or tf.cast the tensor.")
+        raise TypeError(
+            f"{value!r} cannot become a tensor of {np.dtype(dtype)}: convert it, or tf.cast the "
+            "tensor."
+        )
     return as_tensor(array.astype(dtype, copy=False) if has_dtype else np.asarray(value, dtype))
 
 

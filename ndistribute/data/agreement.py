@@ -22,6 +22,7 @@ from ndistribute.data.pipeline import Epoch, Node, facts, number_of_files, upstr
 from ndistribute.data.steps import COMPLETE_IT, PipelineStep, Position, Progress
 from ndistribute.devices import Device, copy_to
 from ndistribute.errors import DistributeError, WorkerLostError
+from ndistribute.mistakes import count_of
 from ndistribute.values import PerReplica
 
 # Instead of a shard's number: marks the row with the status of a worker.
@@ -31,8 +32,8 @@ _WORKER = -1
 _STEP, _OVER, _EMPTY, _RAISED = range(4)
 
 _SEPARATELY = (
-    "Build the same dataset on every worker, of equal arrays in the same order: seed what shuffles "
-    "them. To give each worker its own, use distribute_datasets_from_function or "
+    "Build the same dataset on every worker, from equal arrays in the same order, and seed what "
+    "shuffles them. To give each worker its own data, use distribute_datasets_from_function or "
     "AutoShardPolicy.OFF."
 )
 
@@ -84,8 +85,9 @@ def _hindrance(node: Node, num_workers: int, can_agree: bool) -> str | None:
         )
     if fewest < num_workers:
         return (
-            f"assigns whole files to workers, but there are {fewest} file(s) for {num_workers} "
-            f"workers. Write the data to at least {num_workers} files, or use DATA."
+            f"assigns whole files to workers, but there are {num_workers} workers and only "
+            f"{count_of(fewest, 'file')}. Write the data to at least {num_workers} files, or use "
+            "DATA."
         )
     if any(step.positional for step in steps):
         return (
@@ -201,9 +203,9 @@ def _notes_of_all(workers: ProcessGroup, at: str, note: dict[str, Any]) -> list[
         place = theirs.get("at") if isinstance(theirs, dict) else "another call"
         if place != at:
             raise DistributeError(
-                f"worker {workers.rank} is at {at} of its input, and worker {worker} at "
-                f"{place}: after an error in the input of one worker, or a break, all "
-                "workers must end the iteration before they iterate again."
+                f"worker {workers.rank} is at {at} of its input, but worker {worker} is at "
+                f"{place}. After an error in the input of one worker, or a break, all workers must "
+                "end the iteration before they iterate again."
             )
     return notes
 

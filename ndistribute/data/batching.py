@@ -122,7 +122,9 @@ class Batching(Pipeline):
         several = batch_size if isinstance(batch_size, Sequence) else [batch_size]
         sizes = [integer(size, "rebatch: batch_size", 0) for size in several]
         if not any(sizes):
-            raise ValueError(f"rebatch: batch_size must have a number above 0, got {batch_size!r}.")
+            raise ValueError(
+                f"rebatch: batch_size must contain a number above 0, got {batch_size!r}."
+            )
         child, size = self._node, sizes[0] if len(set(sizes)) == 1 else None
 
         def combine(pieces: Sequence[Chunk]) -> Element:

@@ -21,6 +21,7 @@ from ndistribute.data.pipeline import ElementSpec, Epoch, Node, Pipeline
 from ndistribute.data.prefetch import Ahead
 from ndistribute.data.shuffling import seeded
 from ndistribute.data.transformations import explained
+from ndistribute.mistakes import count_of
 
 CYCLE_LENGTH = 16
 """The inputs of `interleave` that are open at once by default; the same on every machine."""
@@ -121,8 +122,8 @@ class Combining(Pipeline):
         shares = [1.0] * len(parts) if weights is None else weights
         if np.shape(shares) != (len(parts),) or not np.all(np.greater_equal(shares, 0)):
             raise ValueError(
-                f"{name}: weights must be {len(parts)} number(s), one for each dataset, from 0 on; "
-                f"got {weights!r}."
+                f"{name}: weights must be one number, 0 or more, for each of the "
+                f"{count_of(len(parts), 'dataset')}, got {weights!r}."
             )
         parts = tuple(compress(parts, shares)) or (sources.numbers(range(0)),)
         bounds = np.cumsum([share for share in shares if share] or [1.0])
@@ -237,7 +238,7 @@ def node_of(source: Any) -> Node:
 def _parts(datasets: Sequence[Any], method: str) -> tuple[Node, ...]:
     parts = tuple(map(node_of, datasets))
     if not parts:
-        raise ValueError(f"{method}: datasets should not be empty.")
+        raise ValueError(f"{method}: datasets must contain at least one dataset.")
     return parts
 
 
@@ -328,7 +329,8 @@ def _directed(
         for choice in choose(epoch):
             if np.ndim(choice) or not 0 <= choice < len(parts):
                 raise ValueError(
-                    f"{name}: the choice {choice!r} is not a number from 0 to {len(parts) - 1}."
+                    f"{name}: the choice {choice!r} is not the number of a dataset, from 0 to "
+                    f"{len(parts) - 1}."
                 )
             element = next(sources.get(int(choice), iter(())), None)
             if element is not None:

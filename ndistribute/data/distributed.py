@@ -439,10 +439,10 @@ class DistributedIterator(TensorFlowIterator):
         sharding = self._dataset._sharding_for(max(2, self._topology.num_workers), True)
         if loader is not None and (scaled or sharding is not Sharding.DATA):
             raise ValueError(
-                f"an elastic loop: the {type(loader).__name__} keeps its position itself, so it "
-                "goes back to whole batches only, and only if all workers have equal ones: pass it "
-                "to distribute_dataset with AutoShardPolicy.DATA, and batch='constant' to Elastic; "
-                "or use a Dataset."
+                f"an elastic loop: the {type(loader).__name__} keeps its own position, so it can "
+                "go back only to whole batches that are equal on all workers. Pass it to "
+                "distribute_dataset with AutoShardPolicy.DATA, and pass batch='constant' to "
+                "Elastic; or use a Dataset."
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -527,19 +527,20 @@ class DistributedIterator(TensorFlowIterator):
         by_file = progress.sharding is Sharding.FILE
         if (by_file or anew) and workers > 1 and self._topology.workers is None:
             raise ValueError(
-                "load_state_dict: the state is of shards divided among workers, so the workers "
-                "must agree on the end of each: pass their communicator as workers."
+                "load_state_dict: in the saved state, workers share shards, so they must agree on "
+                "the end of each shard: pass their communicator as workers."
             )
         if (loaded is None) is not (loader is None):
             raise ValueError(
-                "load_state_dict: only one of the saved input and this input is a loader with a "
-                "state of its own. Distribute the same input as when the state was saved."
+                "load_state_dict: only one of the saved input and this input is a loader that "
+                "keeps its own state. Distribute the same input as when the state was saved."
             )
         if loaded is not None and apart and (anew or loaded["worker"] != number):
             raise ValueError(
-                f"load_state_dict: the state is of the loader of worker {loaded['worker']} of "
-                f"{len(progress.positions)}, but this is worker {number} of {workers}. Each worker "
-                "has its own loader here: save a state on every worker, and load that one."
+                f"load_state_dict: worker {loaded['worker']} of {len(progress.positions)} saved "
+                f"this state of its loader, but this is worker {number} of {workers}. Each worker "
+                "has its own loader: save a state on every worker, and load the state of the same "
+                "worker."
             )
 
 

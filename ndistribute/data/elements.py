@@ -71,7 +71,7 @@ def as_element(value: Any, lists_nest: bool = False) -> Element:
         return value
     if value is None:
         raise ValueError(
-            "an element of a dataset has a leaf None, which must be an array or a number. "
+            "an element of a dataset contains None, but each leaf must be an array or a number. "
             "Check that the function given to map or from_generator returns its result."
         )
     if is_frame(value):
@@ -351,7 +351,10 @@ def _leaf(array: Any) -> Leaf:
         if isinstance(item, str | bytes):
             return np.str_(item) if isinstance(item, str) else np.bytes_(item)
         kind = type(item).__name__
-        raise TypeError(f"a leaf of a dataset's element is a {kind}: it needs arrays or numbers.")
+        raise TypeError(
+            f"an element of a dataset contains a {kind}, but each leaf must be an array or a "
+            "number."
+        )
     return array[()] if array.ndim == 0 else array
 
 
@@ -368,14 +371,14 @@ def _array_of(items: Sequence[Any]) -> npt.NDArray[Any]:
     if any(isinstance(item, bytes) and item.endswith(b"\0") for item in each.flat):
         return each
     if not all(isinstance(x, str | bytes) or np.asarray(x).dtype.kind in "SU" for x in each.flat):
-        raise TypeError(f"text and numbers do not make one array: {list(items[:3])!r}...")
+        raise TypeError(f"one array cannot contain both text and numbers: {list(items[:3])!r}...")
     return array
 
 
 def _not_rectangular() -> ValueError:
     return ValueError(
-        "a leaf of a dataset's element is not rectangular: a list is one array, and its rows have "
-        "different lengths. Pad the rows, or pass a tuple if you mean several arrays."
+        "a leaf of a dataset's element is not rectangular: a list becomes one array, but its rows "
+        "have different lengths. Pad the rows, or pass a tuple if you mean several arrays."
     )
 
 
@@ -394,7 +397,7 @@ def _pad_leaf(column: Sequence[Leaf], shape: Any, value: Any) -> Any:
     if len(lengths) != len(wanted) or any(map(operator.gt, longest, lengths)):
         raise ValueError(
             f"padded_batch: elements of shapes {', '.join(map(str, shapes))} cannot be padded to "
-            f"{wanted}. Give a length for each axis that is long enough, or None for the longest "
+            f"{wanted}. Pass a length for each axis that is long enough, or None for the longest "
             "of the batch."
         )
     dtypes = {leaf.dtype for leaf in column}

@@ -8,6 +8,7 @@ from typing import Any
 
 from ndistribute.data.elements import Element
 from ndistribute.data.pipeline import Epoch, Node, ShuffleSeed, check_resumable, run
+from ndistribute.mistakes import count_of
 
 
 class OptionalBatch:
@@ -106,8 +107,9 @@ class ElementIterator(TensorFlowIterator):
         seeds = [ShuffleSeed(int(entropy), int(number)) for entropy, number in state["shuffles"]]
         if len(seeds) != len(self._epoch.seeds):
             raise ValueError(
-                f"load_state_dict: the state is of a pipeline with {len(seeds)} shuffle(s), this "
-                f"one has {len(self._epoch.seeds)}. Build the pipeline as it was when it was saved."
+                "load_state_dict: the state is of a pipeline with "
+                f"{count_of(len(seeds), 'shuffle')}, but this one has {len(self._epoch.seeds)}. "
+                "Build the pipeline as it was when it was saved."
             )
         self.close()
         self._begin(Epoch.resume(self._node, seeds), int(state["count"]))

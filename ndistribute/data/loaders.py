@@ -31,7 +31,9 @@ def obstacle(loader: Any) -> str:
     if not is_torch_loader(loader):
         return "it has no state_dict and load_state_dict, or is only a part of the dataset"
     if getattr(loader, "persistent_workers", False):
-        return "its workers keep random numbers from epoch to epoch: pass persistent_workers=False"
+        return (
+            "its workers keep random generators from epoch to epoch: pass persistent_workers=False"
+        )
     for sampler in _samplers_of(loader):
         kind, known = type(sampler), type(sampler).__module__.startswith("torch.utils.data")
         if kind.__name__ == "_InfiniteConstantSampler":
@@ -40,9 +42,9 @@ def obstacle(loader: Any) -> str:
             hasattr(sampler, "generator") or not known
         ):
             return (
-                f"its {kind.__name__} has no generator from which its order follows: pass "
-                "generator=torch.Generator() to the DataLoader, or to the sampler; give a sampler "
-                "of your own this attribute, also if it draws nothing"
+                f"its {kind.__name__} has no generator that determines its order: pass "
+                "generator=torch.Generator() to the DataLoader or to the sampler. A sampler that "
+                "you write needs an attribute generator, even if it draws no numbers"
             )
     return ""
 
@@ -68,10 +70,11 @@ def check_division(loaders: Iterable[Any], count: int, number: int) -> None:
             if (parts, part) != (count, number):
                 raise ValueError(
                     f"the sampler of the {type(loader).__name__} takes part {part} of {parts} of "
-                    f"the data, but part {number} of {count} is read here, so rows would be lost "
-                    "or counted twice. Pass distribute_dataset a loader of global batches without "
-                    "that sampler, to be divided among the replicas. Or, for a batch per replica, "
-                    "make the loader in the function of distribute_datasets_from_function, with "
+                    f"the data, but this worker reads part {number} of {count}, so rows would be "
+                    "lost or counted twice. Pass distribute_dataset a loader of global batches "
+                    "without that sampler, which it divides among the replicas. Or, for a batch "
+                    "per replica, make the loader in the function of "
+                    "distribute_datasets_from_function, with "
                     "num_replicas=context.num_input_pipelines and rank=context.input_pipeline_id."
                 )
 

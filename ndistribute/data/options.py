@@ -13,6 +13,7 @@ from typing import Any
 
 from ndistribute.collective.objects import ProcessGroup
 from ndistribute.devices import Device
+from ndistribute.mistakes import count_of
 
 
 class AutoShardPolicy(enum.Enum):
@@ -193,9 +194,9 @@ class Topology:
         index = integer(self.worker_index, "worker_index", below=len(counts))
         if counts[index] != len(self.devices) or min(counts) < 1:
             raise ValueError(
-                f"replica_counts is {counts} for {len(counts)} worker(s), of which this one, "
-                f"number {index}, has {len(self.devices)} device(s). Give the number of devices "
-                "of every worker, in order."
+                f"replica_counts is {counts} for {count_of(len(counts), 'worker')}, but this is "
+                f"worker {index}, which has {count_of(len(self.devices), 'device')}. Pass the "
+                "number of devices of every worker, in order."
             )
 
     @property

@@ -240,7 +240,7 @@ class Node:
             return self.spec.like
         if any(step.loader is not None for step in upstream(self)):
             raise ValueError(
-                "element_spec: what a loader yields is not known before it is read. Write "
+                "element_spec: a loader does not say what it yields before it is read. Write "
                 "Dataset.from_generator(lambda: iter(loader), output_signature=...)."
             )
         epoch = Epoch({}).inside(self, ShuffleSeed(0, 0), 0)
@@ -248,8 +248,8 @@ class Node:
             return tree.map_leaves(self._leaf_spec, next(self.iterate(epoch)))
         except StopIteration:
             raise ValueError(
-                "element_spec: the dataset is empty, and its functions tell nothing else. Pass "
-                "output_signature to from_generator."
+                "element_spec: the dataset is empty, so it has no element that shows the spec. "
+                "Pass output_signature to from_generator."
             ) from None
         finally:
             epoch.threads.close()
@@ -310,8 +310,8 @@ def from_first(values: Callable[[Epoch], Iterator[Element]]) -> Chunks:
 def ended_with_error() -> RuntimeError:
     """Return the error to raise when an iteration is continued that an error has ended."""
     return RuntimeError(
-        "the iteration has ended with an error, and what comes after it was not read: iterate "
-        "anew, or load the state of this iterator into a new one."
+        "an error has ended this iteration, and the elements after it were not read. Iterate again "
+        "from the beginning; or load the state of this iterator into a new one to continue."
     )
 
 
@@ -366,9 +366,9 @@ def check_resumable(nodes: Iterable[Node], loader: Any, what: str) -> None:
         kind = type(step.loader).__name__
         raise ValueError(
             f"{what}: the input contains a {kind}, whose position cannot be saved and restored: "
-            f"{obstacle(step.loader)}. Distribute a loader that has both directly; or, if this one "
-            "yields the same batches each time, write Dataset.from_generator(lambda: "
-            "iter(loader))."
+            f"{obstacle(step.loader)}. Distribute a loader that can do this directly, without a "
+            "Dataset around it; or, if this one yields the same batches each time, write "
+            "Dataset.from_generator(lambda: iter(loader))."
         )
 
 

@@ -148,8 +148,8 @@ class _Buffer:
                 woken = self._ready.wait(_CHECK_SECONDS)
                 if not woken and not any(thread.is_alive() for thread in threads):
                     return None, RuntimeError(
-                        "the prefetch threads no longer exist, as after a fork. Create a new "
-                        "iterator in this process."
+                        "the threads that prefetch for this iterator do not exist in this process, "
+                        "perhaps because it was forked. Create a new iterator in this process."
                     )
             return None, StopIteration()
 

@@ -26,6 +26,7 @@ from ndistribute.data import elements, loaders, pipeline
 from ndistribute.data.elements import Chunk, Element, Rows, as_element, drop, is_frame, read_only
 from ndistribute.data.pipeline import ElementSpec, Epoch, LeafSpec, Node
 from ndistribute.guest_tensors import is_tensor
+from ndistribute.mistakes import count_of
 
 Reader = Callable[[str], Any]
 
@@ -113,7 +114,7 @@ def iterable(batches: Any) -> Node:
     kind = type(batches).__name__
     for wrong, remedy in refused:
         if wrong:
-            raise ValueError(f"a dataset is expected, got {kind}. {remedy}")
+            raise ValueError(f"expected a dataset, got {kind}. {remedy}")
 
     def chunks(epoch: Epoch, start: int) -> Iterator[Chunk]:
         return zip(map(element, islice(loader, start - epoch.loaded, None)))
@@ -176,7 +177,9 @@ def listed(patterns: Any) -> Node:
         return iter((Rows(0, [(columns, range(len(columns[0])))])[start:],))
 
     spec = ElementSpec(len(names), batched=False, like=LeafSpec(paths.dtype, ()))
-    return Node(name=f"list_files({len(names)} file(s))", chunks=chunks, spec=spec, files=names)
+    return Node(
+        name=f"list_files({count_of(len(names), 'file')})", chunks=chunks, spec=spec, files=names
+    )
 
 
 def files(paths: Any, reader: Reader | None = None) -> Node:
@@ -189,7 +192,7 @@ def files(paths: Any, reader: Reader | None = None) -> Node:
         read = (_read(path, by) for path, by in parts[number::count])
         return drop(chain.from_iterable(read), start)
 
-    name, spec = f"from_files({len(names)} file(s))", ElementSpec(batched=False)
+    name, spec = f"from_files({count_of(len(names), 'file')})", ElementSpec(batched=False)
     return Node(name=name, chunks=chunks, spec=spec, files=names, runs_user_code=True)
 
 
@@ -332,7 +335,9 @@ def _fault_of_csv(path: str, lines: Iterable[tuple[int, str]]) -> str | None:
                 what = f"column {column} is {cell.strip()!r}, which is not a number."
                 return f"{where} {what} {_CORRECT_CSV}"
         if width and len(cells) != width:
-            return f"{where} {len(cells)} column(s), but the lines before it have {width}."
+            return (
+                f"{where} {count_of(len(cells), 'column')}, but the lines before it have {width}."
+            )
         width = len(cells)
     return None
 

@@ -24,6 +24,7 @@ from ndistribute.data.elements import Element, checksum, leading_length
 from ndistribute.data.options import Sharding, Topology
 from ndistribute.data.pipeline import Epoch, Node, ShuffleSeed, number_of_files, seeds_of, upstream
 from ndistribute.devices import Device, copy_to, to_host
+from ndistribute.mistakes import count_of
 from ndistribute.values import PerReplica
 
 BATCH_IT = (
@@ -146,21 +147,21 @@ class Progress:
         refused = ""
         if self.sharding is not sharding and _APART & {self.sharding, sharding}:
             refused = (
-                f"input that workers share by {self.sharding.name}, this one by {sharding.name}. "
-                "Distribute the dataset as it was when the state was saved."
+                f"input that workers share by {self.sharding.name}, but they share this one by "
+                f"{sharding.name}. Distribute the dataset as it was when the state was saved."
             )
         for shard, node in () if refused else nodes.items():
             have, want = len(self.seeds[shard]), len(seeds_of(node))
             files = number_of_files(node)
             if self.files != files and sharding is not Sharding.FUNCTION:
                 refused = (
-                    f"a pipeline of {self.files} file(s), this one reads {files}. Give it the "
-                    "same files in the same order."
+                    f"a pipeline that reads {count_of(self.files, 'file')}, but this one reads "
+                    f"{files}. Pass the same files in the same order."
                 )
             elif have != want:
                 refused = (
-                    f"a pipeline with {have} shuffle(s), this one has {want}. Build the pipeline "
-                    "as it was when the state was saved."
+                    f"a pipeline with {count_of(have, 'shuffle')}, but this one has {want}. Build "
+                    "the pipeline as it was when the state was saved."
                 )
         if refused:
             raise ValueError(f"load_state_dict: the state is of {refused}")
@@ -270,7 +271,7 @@ def _joined(parts: Sequence[Element]) -> Element:
     if len(parts) == 1:
         return parts[0]
     if not all(_joinable(parts[0], part) for part in parts):
-        what = "a step that other workers make again has batches of different shapes or kinds"
+        what = "other workers must repeat a step whose batches have different shapes or dtypes"
         raise ValueError(f"{what}: pad all batches to one shape.")
     leading_length(tree.flatten(parts[0]), "distribute_datasets_from_function", COMPLETE_IT)
     columns = zip(*map(tree.flatten, parts), strict=True)

@@ -19,6 +19,7 @@ import numpy as np
 from ndistribute.data import sources
 from ndistribute.data.dataset import Dataset
 from ndistribute.data.transformations import AUTOTUNE
+from ndistribute.mistakes import count_of
 
 _TYPES: tuple[Any, ...] = (np.int32, np.int64, np.float32, np.float64)
 """The types of columns of numbers, of which the first that fits is inferred."""
@@ -220,7 +221,9 @@ class CsvReader:
         """Return this reader with defaults for empty cells, after checking how many there are."""
         if len(defaults) != len(self.places):
             raise ValueError(
-                f"{what} has {len(defaults)} values for {len(self.places)} columns that are read."
+                f"{what} has {count_of(len(defaults), 'value')} for "
+                f"{count_of(len(self.places), 'column')}: pass one value for each column that is "
+                "read."
             )
         return replace(self, defaults=defaults)
 
@@ -257,8 +260,8 @@ class CsvReader:
                 if self.ignores:
                     continue
                 raise ValueError(
-                    f"{path}, line {rows.line_num}: {len(row)} cell(s), but there are "
-                    f"{len(self.names)} columns."
+                    f"{path}, line {rows.line_num}: {count_of(len(row), 'cell')} for "
+                    f"{count_of(len(self.names), 'column')}."
                 )
             yield row
 
@@ -269,7 +272,7 @@ class CsvReader:
             if cell in ("", self.missing):
                 if not value.size:
                     raise ValueError(
-                        f"column {name!r} is empty in row {row + 1}: give it a value in "
+                        f"column {name!r} is empty in row {row + 1}: set a value for it in "
                         "column_defaults."
                     )
                 cells[row] = str(value[0])

@@ -281,7 +281,7 @@ class Transforming(Pipeline):
         """
         if filename:
             raise ValueError(
-                f"cache: elements are kept in memory, not in the file {filename!r}. Leave filename "
+                f"cache keeps elements in memory, not in the file {filename!r}. Leave filename "
                 "out, or write arrays once with numpy.save, and read them with Dataset.from_files."
             )
         # The nodes before it use frozen seeds, so the order does not depend on the epoch that

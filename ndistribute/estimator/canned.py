@@ -311,7 +311,7 @@ def _model_fn(head: Head, *parts: Network) -> Callable[..., EstimatorSpec]:
     """Return the model function of a head and parts, whose logits are added."""
     if not isinstance(head, Head):
         why = "use binary_class_head(), multi_class_head(n_classes) or regression_head()"
-        raise TypeError(f"head must be one of this module, got {head!r}: {why}.")
+        raise TypeError(f"head must be a head of this module, got {head!r}: {why}.")
     for part in parts:
         if isinstance(part.optimizer, str) and part.optimizer not in _NAMED:
             known = ", ".join(_NAMED)
@@ -355,7 +355,9 @@ class Head:
         if mode == ModeKeys.PREDICT:
             return EstimatorSpec(mode, predicted)
         if labels is None:
-            raise ValueError(f"mode {mode!r} needs labels: input_fn must give (features, labels).")
+            raise ValueError(
+                f"mode {mode!r} needs labels: input_fn must return batches (features, labels)."
+            )
         labels, weights = self.labels(labels), self._weights(features)
         losses = self.losses(logits, labels)
         weighted = losses if weights is None else losses * weights.astype(np.float32)
@@ -371,7 +373,9 @@ class Head:
         if self.weight_column is None:
             return None
         if not isinstance(features, Mapping) or self.weight_column not in features:
-            raise KeyError(f"there is no feature {self.weight_column!r} for weight_column.")
+            raise KeyError(
+                f"the features have no {self.weight_column!r}, which weight_column names."
+            )
         return np.reshape(g.as_tensor(features[self.weight_column]), (-1, 1))
 
 
@@ -421,7 +425,9 @@ def multi_class_head(
     count, vocabulary = n_classes, tuple(() if label_vocabulary is None else label_vocabulary)
     if count < 2 or len(vocabulary) not in (0, count):
         why = f"got {count} and {len(vocabulary)} words."
-        raise ValueError(f"n_classes must be 2 or more, and the length of label_vocabulary; {why}")
+        raise ValueError(
+            f"n_classes must be 2 or more, and equal to the length of label_vocabulary; {why}"
+        )
     words = vocabulary or tuple(map(str, range(count)))
     known = np.array(vocabulary) if vocabulary else None
 
@@ -474,7 +480,7 @@ def _classes(labels: Any, count: int, words: Any) -> Any:
     if outside.any():
         wrong = to_host(labels).reshape(-1, 1)[outside].tolist()[0]
         known = f"one of {words.tolist()}" if words is not None else f"0 to {count - 1}"
-        raise ValueError(f"the label {wrong!r} is no class: expected {known}")
+        raise ValueError(f"the label {wrong!r} is not a class: expected {known}")
     return ids.astype(np.int64)
 
 

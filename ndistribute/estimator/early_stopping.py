@@ -38,8 +38,11 @@ def make_early_stopping_hook(
         raise TypeError(f"should_stop_fn must be a function, got {should_stop_fn!r}.")
     config = estimator.config
     if config.num_ps_replicas:
-        why = "with parameter servers, workers train alone until max_steps: pass max_steps."
-        raise ValueError(f"no worker could stop the others early: {why}")
+        why = (
+            "with parameter servers, no worker can stop the others. Each worker trains until "
+            "max_steps: pass max_steps."
+        )
+        raise ValueError(f"early stopping is not available: {why}")
     decide = should_stop_fn if config.is_chief else lambda: False
     return EarlyStoppingHook(decide, run_every_secs, run_every_steps)
 

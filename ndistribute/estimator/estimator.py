@@ -176,8 +176,10 @@ class Estimator:
 
     def export_saved_model(self, *args: Any, **options: Any) -> NoReturn:
         """Raise `NotImplementedError`: an estimator has no export."""
-        why = "use tf.keras.estimator.model_to_estimator, and Model.export"
-        raise NotImplementedError(f"an estimator has no export: {why}; or its checkpoints.")
+        why = "train a model with tf.keras.estimator.model_to_estimator, and call its export"
+        raise NotImplementedError(
+            f"an estimator has no export: {why}; or use the checkpoints of the estimator."
+        )
 
     def latest_checkpoint(self) -> str | None:
         """Return the path of the newest checkpoint, or None."""
@@ -207,7 +209,10 @@ class Estimator:
     def _path(self, checkpoint_path: str | os.PathLike[str] | None) -> str | None:
         path = self.latest_checkpoint() if checkpoint_path is None else str(checkpoint_path)
         if path is None:
-            _log.info("there is no checkpoint in %s: variables are initialized", self.model_dir)
+            _log.info(
+                "there is no checkpoint in %s: the variables have their initial values",
+                self.model_dir,
+            )
         return path
 
     def _tensors(self) -> Mapping[str, Any]:
@@ -254,7 +259,9 @@ def add_metrics(estimator: Estimator, metric_fn: Callable[..., Mapping[str, Any]
 def check_graph(estimator: Estimator, what: str, instead: str) -> None:
     """Raise ValueError if an estimator was made from a model."""
     if not isinstance(estimator.loops, GraphLoops):
-        raise ValueError(f"{what} needs the estimator of a graph; for one of a model, {instead}.")
+        raise ValueError(
+            f"{what} needs an estimator with a model_fn; for an estimator of a model, {instead}."
+        )
 
 
 def _with_directory(config: RunConfig, model_dir: str | os.PathLike[str] | None) -> RunConfig:
@@ -275,8 +282,8 @@ def _examples(batches: Iterable[Any]) -> Iterator[Any]:
         lengths = {len(values) if np.ndim(values) else -1 for values in tree.flatten(batch)}
         if len(lengths) != 1 or -1 in lengths:
             raise ValueError(
-                "predictions must have an entry for each example; their lengths are "
-                f"{sorted(lengths)}. Pass yield_single_examples=False for others."
+                "predictions must have an entry for each example, but their lengths are "
+                f"{sorted(lengths)}. Pass yield_single_examples=False to get whole batches."
             )
         for row in range(lengths.pop()):
             yield tree.map_leaves(lambda values, row=row: values[row], batch)

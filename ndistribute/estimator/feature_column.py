@@ -115,7 +115,10 @@ def categorical_column_with_identity(
     """
     _check_size(num_buckets, f"categorical_column_with_identity({key!r}): num_buckets")
     if default_value is not None and not 0 <= default_value < num_buckets:
-        why = f"default_value must be below num_buckets={num_buckets}, got {default_value}."
+        why = (
+            f"default_value must be 0 or more and below num_buckets={num_buckets}, got "
+            f"{default_value}."
+        )
         raise ValueError(f"categorical_column_with_identity({key!r}): {why}")
     return _looked_up(key, num_buckets, "checked", num_buckets, default_value)
 
@@ -138,7 +141,9 @@ def categorical_column_with_vocabulary_list(
     """
     words = tuple(vocabulary_list)
     if not words or len(set(words)) < len(words):
-        reason = f"the vocabulary must have words, and each once; got {words[:5]!r}."
+        reason = (
+            f"the vocabulary must contain at least one word, and each word once; got {words[:5]!r}."
+        )
         raise ValueError(f"categorical_column_with_vocabulary_list({key!r}): {reason}")
     if num_oov_buckets and default_value != -1:
         why = "pass default_value or num_oov_buckets, not both."
@@ -307,12 +312,14 @@ def sorted_columns(feature_columns: Any) -> list[Any]:
     columns = [feature_columns] if is_alone else list(feature_columns)
     for column in columns:
         if not isinstance(column, Column):
-            raise ValueError(f"{column!r} is no feature column: use for example numeric_column.")
+            raise ValueError(f"{column!r} is not a feature column: use for example numeric_column.")
     names = sorted(column.name for column in columns)
     twice = [a for a, b in itertools.pairwise(names) if a == b]
     if twice or not columns:
-        none = "no feature columns given."
-        raise ValueError(f"two feature columns are named {twice[0]!r}." if twice else none)
+        none = "pass at least one feature column."
+        raise ValueError(
+            f"two feature columns are named {twice[0]!r}: pass each column once." if twice else none
+        )
     return sorted(columns, key=lambda column: column.name)
 
 
@@ -341,7 +348,7 @@ def _check_size(value: int, what: str) -> None:
 def _feature(features: Features, key: str) -> g.Tensor:
     if not isinstance(features, Mapping) or key not in features:
         there = ", ".join(map(repr, features)) if isinstance(features, Mapping) else "one array"
-        raise KeyError(f"there is no feature {key!r} for a feature column; input_fn gave {there}.")
+        raise KeyError(f"a feature column needs the feature {key!r}; input_fn returned {there}.")
     return g.as_tensor(features[key])
 
 
@@ -370,8 +377,8 @@ def _rows(values: Any) -> Any:
 def _numbers(values: Any, key: str, sizes: Sequence[int]) -> Any:
     if math.prod(values.shape[1:]) != math.prod(sizes):
         raise ValueError(
-            f"the feature {key!r} has shape {values.shape}, and its numeric_column expects "
-            f"{('batch', *sizes)}: set shape."
+            f"the feature {key!r} has shape {values.shape}, but its numeric_column expects "
+            f"{('batch', *sizes)}: set its argument shape."
         )
     return values.reshape(len(values), math.prod(sizes))
 
@@ -379,13 +386,15 @@ def _numbers(values: Any, key: str, sizes: Sequence[int]) -> Any:
 def _checked(values: Any, buckets: int, default: int | None) -> Any:
     ids = _rows(values)
     if ids.dtype.kind not in "iu":
-        raise ValueError(f"ids must be integers, and are {ids.dtype}.")
+        raise ValueError(f"ids must be integers, got {ids.dtype}.")
     outside = (ids >= buckets) | (ids < -1 if default is None else ids < 0)
     if default is not None:
         return np.where(outside & (ids != -1), default, ids)
     if outside.any():
         why = "raise num_buckets, or pass default_value."
-        raise ValueError(f"the id {ids[outside][0]} is not below num_buckets={buckets}: {why}")
+        raise ValueError(
+            f"the id {ids[outside][0]} is not in [0, {buckets}), which num_buckets sets: {why}"
+        )
     return ids
 
 

@@ -33,6 +33,7 @@ from ndistribute.graph.iterators import iterator_of
 from ndistribute.graph.ops import op_named
 from ndistribute.graph.partition import pruned
 from ndistribute.graph.variables import GLOBAL_VARIABLES, METRIC_VARIABLES
+from ndistribute.mistakes import count_of
 from ndistribute.models.batches import unpacked
 from ndistribute.models.checkpoint import by_chief, on_any_worker, read_newest
 from ndistribute.strategies import TPUStrategy
@@ -70,7 +71,7 @@ class GraphLoops:
         strategy = configured or get_strategy()
         if isinstance(strategy, TPUStrategy):
             raise ValueError(
-                f"{strategy!r} cannot compile the graph of a model_fn: train an nd.Model by "
+                f"{strategy!r} cannot compile the graph of a model_fn: train an nd.Model with "
                 "model_to_estimator, or use another strategy."
             )
         return strategy
@@ -86,7 +87,9 @@ class GraphLoops:
         strategy = self.strategy(configured)
         start = by_chief(strategy, self._global_step)
         if max_steps is not None and start >= max_steps:
-            _log.info("no training: step %d is at or after max_steps=%d", start, max_steps)
+            _log.info(
+                "train has nothing to do: step %d is at or after max_steps=%d", start, max_steps
+            )
             return
         stop = [] if steps is max_steps is None else [g.StopAtStepHook(steps, max_steps)]
         session = functools.partial(self._training_session, spec, stop)
@@ -142,7 +145,7 @@ class GraphLoops:
         scaffold = spec.scaffold or g.Scaffold()
         scaffold.max_to_keep = config.keep_checkpoint_max
         scaffold.listeners = train.saving_listeners
-        # Without servers, another worker's session is a chief's that keeps no files.
+        # Without servers, each worker has the session of a chief; only the chief's keeps files.
         keeps_files = chief or bool(config.master)
         return g.MonitoredTrainingSession(
             master=config.master,
@@ -176,7 +179,7 @@ class GraphLoops:
             stack.enter_context(contextlib.closing(batches))
             batch = next(batches, None)
             if batch is None:
-                raise ValueError("input_fn gave no batch: its dataset is empty.")
+                raise ValueError("input_fn returned an empty dataset, without any batch.")
             ranks = [context.replica_id_in_sync_group for context in strategy.replica_contexts]
             several = strategy.num_replicas_in_sync > 1
             with strategy.scope():
@@ -230,7 +233,7 @@ class GraphLoops:
     def _call(self, mode: str, features: Any, labels: Any) -> EstimatorSpec:
         """Return the result of the model function for features and labels."""
         if labels is not None and "labels" not in arguments_of(self._model_fn):
-            raise ValueError("input_fn gave labels, and the model function does not take any.")
+            raise ValueError("input_fn returned labels, but model_fn has no argument labels.")
         known = {"features": features, "labels": labels, "mode": mode}
         known |= {"config": self._config, "params": self._params}
         spec = called(self._model_fn, known)
@@ -250,7 +253,7 @@ def check_model_fn(model_fn: Any, params: Any) -> None:
     if "features" not in arguments:
         raise ValueError(f"model_fn must have an argument features; it has {list(arguments)}.")
     if params and "params" not in arguments:
-        raise ValueError("params were given, and model_fn has no argument params.")
+        raise ValueError("the Estimator got params, but model_fn has no argument params.")
     unknown = [name for name in arguments if name not in known]
     if unknown:
         raise ValueError(f"model_fn has unknown arguments {unknown}: use any of {sorted(known)}.")
@@ -284,7 +287,7 @@ def chosen(predictions: Any, keys: Sequence[str] | None) -> Any:
     known = predictions if isinstance(predictions, Mapping) else {}
     unknown = [key for key in keys if key not in known]
     if unknown:
-        raise ValueError(f"there are no predictions {unknown}: there are {list(known)}.")
+        raise ValueError(f"the predictions have no keys {unknown}: they have {list(known)}.")
     return {key: predictions[key] for key in keys}
 
 
@@ -355,7 +358,7 @@ class Replicas:
         """Yield batches until, on any worker, a hook asks to stop or a replica has no examples."""
         session, batches = self.first.session, iter(batches)
         several = self.strategy.input_topology.workers is not None
-        # A worker whose hook asks to stop takes part in one more batch, as the others do.
+        # If a hook on one worker asks to stop, all workers take part in one more batch.
         while several or not session.should_stop():
             batch = next(batches, None)
             if batch is None:
@@ -459,7 +462,7 @@ def _split(batch: Any) -> tuple[Any, Any]:
         return batch, None
     if len(batch) != 2:
         why = "it must be features, or a tuple of features and labels."
-        raise ValueError(f"a batch of input_fn is a tuple of {len(batch)} parts: {why}")
+        raise ValueError(f"a batch of input_fn is a tuple of {count_of(len(batch), 'part')}: {why}")
     return batch[0], batch[1]
 
 

@@ -70,8 +70,8 @@ class ModelLoops:
             configured = getattr(config, name)
             if configured not in (None, model.strategy):
                 raise ValueError(
-                    f"RunConfig has {name}={configured!r}, and the model was made for "
-                    f"{model.strategy!r}: make it inside `with strategy.scope():`."
+                    f"RunConfig has {name}={configured!r}, but the model was made for "
+                    f"{model.strategy!r}: make the model inside `with strategy.scope():`."
                 )
         self._model, self._config, self._checkpoint = model, config, Checkpoint(model=model)
         keep = config.keep_checkpoint_max or sys.maxsize
@@ -132,7 +132,7 @@ class ModelLoops:
         if not self._model.built:
             batch = next(iter(data), None)
             if batch is None:
-                raise ValueError("input_fn gave no batch: its dataset is empty.")
+                raise ValueError("input_fn returned an empty dataset, without any batch.")
             self._model.build_for(unpacked(batch)[0])
         with self._model.strategy.scope():
             self._model.optimizer.build(self._model.trainable_variables)
@@ -153,11 +153,15 @@ def _without_name(features: dict[str, Any], *labels: Any) -> Any:
 
 def _refuse(hooks: Sequence[Any]) -> None:
     if hooks:
-        raise ValueError("an estimator of a model takes hooks, its callbacks, in training alone.")
+        raise ValueError(
+            "an estimator of a model takes hooks only in train, as callbacks of the model."
+        )
 
 
 def _no_graph(features: Any) -> Any:
-    raise NotImplementedError("the model of this estimator has no graph.")
+    raise NotImplementedError(
+        "this estimator trains a model, which has no model_fn that makes a graph."
+    )
 
 
 class _CheckpointSaving(Callback):

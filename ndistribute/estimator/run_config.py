@@ -56,7 +56,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         steps, seconds = self.save_checkpoints_steps, self.save_checkpoints_secs
         if not {None, UNSET} & {steps, seconds}:
-            why = "save_checkpoints_steps and save_checkpoints_secs exclude each other."
+            why = "pass save_checkpoints_steps or save_checkpoints_secs, not both."
             raise ValueError(f"RunConfig: {why}")
         for name, every in (("steps", steps), ("secs", seconds)):
             if every not in (None, UNSET) and every <= 0:

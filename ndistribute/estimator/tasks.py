@@ -145,7 +145,9 @@ class Evaluations(CheckpointSaverListener):
             try:
                 metrics = self.evaluate()
             except (CheckpointCorruptError, FileNotFoundError, NotFoundError) as error:
-                _log.warning("a checkpoint is damaged or deleted, and not evaluated: %s", error)
+                _log.warning(
+                    "a checkpoint is damaged or deleted, so it is not evaluated: %s", error
+                )
             else:
                 if max_steps is not None and metrics["global_step"] >= max_steps:
                     return metrics

@@ -19,6 +19,7 @@ import numpy as np
 from ndistribute.devices import Device, as_array, to_host
 from ndistribute.errors import InvalidArgumentError
 from ndistribute.indexed_slices import IndexedSlices
+from ndistribute.mistakes import count_of
 from ndistribute.plain import KINDS, Encoder, Kind
 from ndistribute.transport.codec import Array, MalformedError, Record, name_of
 
@@ -28,7 +29,7 @@ _NO_ELEMENTS = (type(None), EllipsisType, np.dtype, slice)
 _DTYPES = (np.generic, bool, int, float, complex)  # Classes that stand for their dtypes.
 _NESTS = {kind.type: kind for kind in (Kind(list, list, list), KINDS["tuple"], KINDS["slice"])}
 _DEEPEST = 32
-_NO_TEMPLATE = "the arguments of an operation are no template."
+_NO_TEMPLATE = "the arguments of an operation have no valid structure."
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
 
 
@@ -122,7 +123,7 @@ def arguments(template: Any) -> tuple[list[Any], dict[str, Any]]:
     try:
         args, kwargs = _templates.decode([[], {}] if template is None else template)
         return [*args], {**kwargs}
-    except Exception as error:  # It may come from elsewhere.
+    except Exception as error:  # Any client may have sent it.
         raise MalformedError(f"{_NO_TEMPLATE} {error}") from error
 
 
@@ -160,7 +161,10 @@ def refuse_objects(template: Any) -> None:
             values += value
             is_bad = any(isinstance(part, _NO_ELEMENTS) for part in value)
         if is_bad or (isinstance(value, str) and _is_of_objects(value)):
-            raise MalformedError(f"no {value!r}: operations compute with numbers and text alone.")
+            raise MalformedError(
+                f"an argument contains {value!r}, but operations compute only with numbers and "
+                "text."
+            )
 
 
 def _is_of_objects(text: str) -> bool:
@@ -176,7 +180,9 @@ def _filled(value: Any, count: int, depth: int = 0) -> Callable[[Sequence[Any]],
     if isinstance(value, OperationInput):
         k = value.k
         if type(k) is not int or not 0 <= k < count:
-            raise MalformedError(f"an operation has no input {k!r}.")
+            raise MalformedError(
+                f"an operation refers to input {k!r}, but has {count_of(count, 'input')}."
+            )
         return lambda inputs: inputs[k]
     if isinstance(value, _LEAVES):
         return lambda inputs: value
@@ -235,7 +241,9 @@ def unpack(value: Value) -> Any:
             # NumPy's dtype of bytes would drop zeros at their ends.
             return np.array(elements, str if value.encoding else object).reshape(value.shape)
         except ValueError as error:
-            raise MalformedError(f"{len(value.text)} texts have shape {value.shape}.") from error
+            raise MalformedError(
+                f"{count_of(len(value.text), 'text')} cannot have the shape {value.shape}."
+            ) from error
     if value.indices is not None and value.array is not None:
         return IndexedSlices(value.array, value.indices, value.shape)
     return value.array

@@ -40,8 +40,8 @@ def device(device_name_or_function: str | DeviceFunction | None) -> AbstractCont
     name = device_name_or_function
     parts = parse_device(name) if isinstance(name, str) else {}
     if parts.get("device", "").startswith("TPU"):
-        what = f"{name!r}: operations of graphs run on CPUs and GPUs."
-        raise ValueError(f"{what} Steps for TPUs are functions that nd.TPUStrategy runs.")
+        what = f"{name!r}: operations of graphs run only on CPUs and GPUs."
+        raise ValueError(f"{what} To use TPUs, write a function and run it with nd.TPUStrategy.")
     return get_default_graph().device(device_name_or_function)
 
 

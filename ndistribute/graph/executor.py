@@ -29,6 +29,7 @@ from ndistribute.graph.partition import in_order, needs
 from ndistribute.graph.placement import run_on_device
 from ndistribute.graph.step import Step
 from ndistribute.indexed_slices import IndexedSlices, dense
+from ndistribute.mistakes import count_of
 from ndistribute.numpy_functions import check_call
 from ndistribute.ownership import read_only
 from ndistribute.parameter_server.stored_variables import Refused
@@ -68,7 +69,8 @@ class PlanNode:
             self.op = op_named(definition.kind)
         except KeyError:
             raise InvalidArgumentError(
-                f"operation {definition.name!r} is a {definition.kind!r}, which is not known here.",
+                f"operation {definition.name!r} is of type {definition.kind!r}, which this process "
+                "does not know.",
                 op=definition.name,
             ) from None
         self.compute = self.op.kernel or _calling(self.op.function, definition)
@@ -86,7 +88,7 @@ class PlanNode:
                 near = list(map(untrack, near))
                 result = self.run_on(functools.partial(compute, step, self), inputs, near)
         except OperationError as error:
-            if error.op is None and self.type != "send":  # Which no program made.
+            if error.op is None and self.type != "send":  # No program made a send.
                 error.op = self.name
             raise
         except Refused as refused:
@@ -106,8 +108,8 @@ class PlanNode:
         elif self.outputs:
             if len(result) != self.outputs:
                 raise InvalidArgumentError(
-                    f"operation {self.name!r} ({self.type}) gave {len(result)} results, expected "
-                    f"{self.outputs}.",
+                    f"operation {self.name!r} ({self.type}) returned "
+                    f"{count_of(len(result), 'result')}, expected {self.outputs}.",
                     op=self.name,
                 )
             values[self.slot : self.slot + self.outputs] = result
@@ -228,7 +230,7 @@ class _Parallel:
         self, nodes: list[PlanNode], step: Step, values: list[Any], uses: list[int]
     ) -> None:
         self._nodes, self._step, self._values = nodes, step, values
-        self._uses = list(uses)  # Those to come.
+        self._uses = list(uses)  # The uses of each value that are still to come.
         self._waits = [node.waits for node in nodes]
         first = (k for k, node in enumerate(nodes) if not node.waits and node.type != "recv")
         self._ready = deque(first)
@@ -338,7 +340,7 @@ class _Parallel:
         try:
             self._step.outside.send(nodes[0].attributes["to"], values)
         except Exception:
-            for node in nodes:  # The one that fails is named.
+            for node in nodes:  # So that the error names the value that failed.
                 self._run_node(node)
 
     def _run_node(self, node: PlanNode) -> None:
@@ -370,18 +372,18 @@ class _Parallel:
         try:
             helper.start()
             self._helpers.append(helper)
-        except RuntimeError as error:  # The process may start no more threads.
+        except RuntimeError as error:  # The process cannot start more threads.
             self._step.abort(error)
 
 
 def _calling(function: Any, definition: OperationDef) -> Kernel:
     """Return the kernel that calls a function with the arguments of a definition."""
     fill = filler(definition.call, len(definition.inputs))
-    if function is not operator.getitem:  # Whose index may have slices and None.
+    if function is not operator.getitem:  # An index may have slices and None.
         refuse_objects(definition.call)
 
     def compute(step: Step, node: Any, inputs: Sequence[Any]) -> Any:
-        if IndexedSlices in map(type, inputs):  # NumPy takes them for objects.
+        if IndexedSlices in map(type, inputs):  # NumPy would see objects.
             inputs = list(map(dense, inputs))
         args, kwargs = fill(inputs)
         work = check_call(function, inputs, args, kwargs)
@@ -395,7 +397,7 @@ def _calling(function: Any, definition: OperationDef) -> Kernel:
 def _run_apart(step: Step, call: Callable[[], Any]) -> Any:
     """Return the result of a long call; if the step fails first, raise its error."""
     result: Future[Any] = Future()
-    settings = contextvars.copy_context()  # Such as np.errstate.
+    settings = contextvars.copy_context()  # For example np.errstate.
 
     def work() -> None:
         try:
@@ -441,7 +443,7 @@ def _is_known(node: PlanNode) -> bool:
 
 
 def _is_long(node: PlanNode) -> bool:
-    # Messages to a task share a connection, so that no thread helps.
+    # Messages to a task share a connection, so threads would not help.
     return node.seconds > _LONG_SECONDS and node.type != "send"
 
 

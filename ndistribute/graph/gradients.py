@@ -61,7 +61,7 @@ def gradients(ys: Any, xs: Any, grad_ys: Any = None, name: str = "gradients") ->
             with graph.colocate_with(y):
                 first: Any = np.ones_like(y) if seed is None else as_tensor(seed)
             upstream.setdefault(y, []).append(first)
-        for op in reversed(between):  # What adds to its results' gradients came before.
+        for op in reversed(between):  # All users of its results come first.
             _propagate(op, between, upstream, reached)
         return [
             _sum([part for tensor in tensors for part in upstream.get(tensor, [])])
@@ -139,9 +139,9 @@ def _ends(
     for tensor in around:
         if tensor.op in needed:
             raise ValueError(
-                f"gradients: {tensor.name!r} is outside of the body of this cond or while_loop, "
-                "where the derivatives of what the body takes from there are unknown. Compute all "
-                "of the target in the body, or the gradients outside."
+                f"gradients: the target depends on {tensor.name!r}, which was computed outside of "
+                "this cond or while_loop, and derivatives inside do not reach outside. Compute the "
+                "whole target inside, or call gradients outside."
             )
     return here
 

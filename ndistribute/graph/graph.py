@@ -28,6 +28,7 @@ from ndistribute.errors import InvalidArgumentError
 from ndistribute.graph.definition import BodyDef, OperationDef, OperationInput, call_template, pack
 from ndistribute.graph.placement import DeviceFunction, merge_device
 from ndistribute.graph.shapes import Known, Shape, known_of
+from ndistribute.mistakes import count_of
 from ndistribute.numpy_functions import ArrayMethods, number_of_parts, refuse_writing, written_to
 
 _LIBRARIES = (str(Path(__file__).parents[1]), str(Path(np.__file__).parent))
@@ -83,7 +84,7 @@ class Symbolic(ArrayMethods, NDArrayOperatorsMixin):
 
     def __iter__(self) -> Iterator[Tensor]:
         if not self.shape or self.shape[0] is None:
-            why = "its length is known in a run only. Index it, or use np.split."
+            why = "only a run knows its length. Index it, or use np.split."
             raise TypeError(f"{self!r} cannot be iterated over: {why}")
         return (self[i] for i in range(self.shape[0]))
 
@@ -92,8 +93,8 @@ class Symbolic(ArrayMethods, NDArrayOperatorsMixin):
         raise TypeError(f"{self!r} has no truth value before it is run: {why}")
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        why = "pass it to NumPy functions that graphs know, or fetch it with Session.run."
-        raise TypeError(f"{self!r} is no array before it is run: {why}")
+        why = "pass it to NumPy's functions that graphs support, or fetch it with Session.run."
+        raise TypeError(f"{self!r} has no values before it is run: {why}")
 
     @staticmethod
     def _call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -116,8 +117,8 @@ class Symbolic(ArrayMethods, NDArrayOperatorsMixin):
             ValueError: the number of axes is known only in a run.
         """
         if self.shape is None:
-            why = "say it by set_shape(), or compute with np.shape() of it."
-            raise ValueError(f"only a run can tell the shape of {self!r}: {why}")
+            why = "set it with set_shape(), or compute with np.shape() of the tensor."
+            raise ValueError(f"only a run knows the shape of {self!r}: {why}")
         return self.shape  # type: ignore[no-any-return]
 
 
@@ -437,7 +438,10 @@ class Graph:
             return self.get_tensor_by_name(f"{op}/read:0")
         outputs = operation.outputs
         if not index.isdigit() or int(index) >= len(outputs):
-            raise KeyError(f"operation {op!r} has no result {index!r}: it has {len(outputs)}.")
+            raise KeyError(
+                f"operation {op!r} has no result {index!r}: it has "
+                f"{count_of(len(outputs), 'result')}."
+            )
         return outputs[int(index)]
 
     def as_graph_element(self, element: Any) -> Any:
@@ -447,7 +451,7 @@ class Graph:
             return find(element)
         element = getattr(element, "graph_element", element)
         if not isinstance(element, Tensor | Operation):
-            raise TypeError(f"{element!r} is no tensor, operation or variable of a graph.")
+            raise TypeError(f"{element!r} is not a tensor, operation or variable of a graph.")
         if element.graph is not self:
             raise ValueError(f"{element!r} belongs to another graph.")
         return element
@@ -525,7 +529,7 @@ def _source_line() -> str:
 def _operation(value: Any) -> Operation:
     op = value if isinstance(value, Operation) else getattr(value, "op", None)
     if not isinstance(op, Operation):
-        raise TypeError(f"{value!r} is no operation, tensor or variable of a graph.")
+        raise TypeError(f"{value!r} is not an operation, tensor or variable of a graph.")
     return op
 
 

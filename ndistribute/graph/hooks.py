@@ -129,7 +129,7 @@ class StopAtStepHook(_StepHook):
 
     def begin(self) -> None:
         super().begin()
-        # A worker must not begin a step in which others that have stopped do not take part.
+        # A worker must not begin a step that needs workers which have stopped already.
         operations = get_default_graph().get_operations()
         self._local_steps = [op for op in operations if op.type == "local_step"]
 
@@ -137,9 +137,9 @@ class StopAtStepHook(_StepHook):
         step = int(session.run(self._step))
         if self._last is None:
             self._last = step + (self._more or 0)
-        if step >= self._last:  # The others have reached it: a late worker makes no step.
+        if step >= self._last:  # Others have made the last step.
             coord.request_stop()
-        for op in self._local_steps:  # Gradients are dropped if the others reach it before a run.
+        for op in self._local_steps:  # Late gradients are dropped.
             session.run(op.outputs, {op.inputs[0]: np.int64(min(step, self._last - 1))})
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
@@ -173,7 +173,7 @@ class EarlyStoppingHook(_StepHook):
         if step is not None:
             self._timer.mark(step)
             if self._should_stop():
-                _log.info("the training ends early, at step %d", step)
+                _log.info("training stops early, after step %d", step)
                 run_context.request_stop()
 
 
@@ -233,7 +233,7 @@ class CheckpointSaverHook(_StepHook):
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         step = self._step_if_due(run_context, run_values)
-        if step is None and run_context.stop_requested:  # While a lost task can still come back.
+        if step is None and run_context.stop_requested:  # A lost task can still come back.
             last = int(run_context.session.run(self._step))
             step = None if last == self._timer.last_step else last
         if step is not None and self._save(run_context.session, step):
@@ -304,7 +304,7 @@ class SummarySaverHook(WritingHook):
         self._timer = Timer(save_steps, save_secs)
         super().__init__(output_dir, summary_writer)
         self._scaffold, self._op = scaffold, summary_op
-        self._next = 0  # The step that the next run probably makes.
+        self._next = 0  # The number that the next step probably has.
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
         op = self._op if self._op is not None else self._scaffold.summary_op
@@ -430,9 +430,9 @@ class NanTensorHook(SessionRunHook):
         if not np.isnan(run_values.results).any():
             return
         if self._fails:
-            why = "the loss is not a number: lower the learning rate, or check the data."
+            why = "the loss became NaN: lower the learning rate, or check the data."
             raise NanLossDuringTrainingError(why)
-        _log.warning("the loss is not a number: the training ends")
+        _log.warning("the loss became NaN, so training stops")
         run_context.request_stop()
 
 

@@ -66,11 +66,14 @@ def _assign(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     if dtype is not None and value.dtype.kind not in "USO":
         value = value.astype(dtype, copy=False)
         if value.dtype.hasobject:
-            raise InvalidArgumentError(f"variable {name!r} cannot hold numbers as Python objects.")
+            raise InvalidArgumentError(
+                f"variable {name!r} cannot hold an array of Python objects: assign numbers of a "
+                "NumPy dtype."
+            )
     if shape is not None and value.shape != tuple(shape):
         raise InvalidArgumentError(
-            f"variable {name!r} has shape {tuple(shape)}, and the value to assign {value.shape}: "
-            "they must be the same."
+            f"variable {name!r} has shape {tuple(shape)}, but the value to assign has shape "
+            f"{value.shape}: they must be the same."
         )
     step.resources.variables.assign(name, value, keeps_shape=shape is not None)
     return value
@@ -93,7 +96,10 @@ def _send(step: Step, node: Node, inputs: Sequence[Any]) -> list[Any]:
 
 @kernel("recv", waits=True)
 def _recv(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
-    raise InvalidArgumentError(f"{node.name!r} waits for another task inside control flow.")
+    raise InvalidArgumentError(
+        f"{node.name!r} waits for another task inside a cond or while_loop: place everything "
+        "inside on one task."
+    )
 
 
 @kernel("apply_rule", pure=False)
@@ -119,9 +125,9 @@ class _Collected(Aggregation):
     """The gradients of one step of a variable that several workers update together."""
 
     def __init__(self) -> None:
-        super().__init__(step=-1)  # None until the first gradient tells for which step to collect.
+        super().__init__(step=-1)  # The first gradient tells for which step to collect.
         self.changed = threading.Condition()
-        self.round = 0  # The number of steps begun, also again.
+        self.round = 0  # The number of calls of `begin`.
 
     def begin(self, step: int) -> None:
         """Drop the collected gradients, collect for a step, and wake the waiting workers."""
@@ -193,7 +199,7 @@ def _count_step(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
             raise AbortedError(
                 f"gradients are collected for step {furthest}, but global_step is {old}: the chief "
                 "must run chief_init_op after it has initialised or restored the variables, as the "
-                "hook of make_session_run_hook() does. A new session can go on then."
+                "hook of make_session_run_hook() does. Then a new session can continue."
             )
         variables.assign(name, as_array(np.maximum(old, reached).astype(old.dtype)))
         return variables.value(name)
@@ -206,7 +212,7 @@ def _local_step(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     A worker contributes to each step as often as the attribute `turns` says.
     """
     kept = step.kept("local step", node.name, lambda: [inputs[0]])
-    number = min(kept[0], inputs[0])  # A restored step is the lower one.
+    number = min(kept[0], inputs[0])  # After a restore, the input is lower.
     turn = step.kept("turn", node.name, lambda: [number, 0])
     turn[:] = number, turn[1] + 1 if turn[0] == number else 1
     return [number, np.bool_(turn[1] < node.attributes["turns"])]
@@ -242,7 +248,7 @@ def _of_client(step: Step, node: Node) -> Any:
     function = step.functions.get(node.attributes["function"])
     if function is None:
         raise InvalidArgumentError(
-            f"{node.name!r} calls a Python function, which exists in the client's process alone: "
+            f"{node.name!r} calls a Python function, which exists only in the client's process: "
             "place it on the task of a server in that process, use a session without a target, or "
             "feed its result."
         )
@@ -316,8 +322,9 @@ def run_recorded(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     if IndexedSlices in map(type, inputs):
         if node.type == "sum_of_squares":
             raise InvalidArgumentError(
-                f"{node.name!r} is the norm of rows before those of one index are added, and has "
-                "no gradient. Make the gradient whole, for example by np.positive(gradient)."
+                f"{node.name!r} is a norm of IndexedSlices whose rows for the same index are not "
+                "added yet, so it has no gradient. Convert the IndexedSlices to an array first, "
+                "for example with np.positive(gradient)."
             )
         arguments = list(map(dense, inputs))
     result, pullback = vjp(function, arguments, node.is_nested)

@@ -59,7 +59,7 @@ def call_in_graph(called: Any, args: Sequence[Any], training: bool = False, **op
     does_more = training and isinstance(called, _IN_TRAINING)
     if does_more or others or not {*called.walk()} <= {called, holder}:
         why = "use tf.compat.v1.layers in training, or a new layer in each graph"
-        raise ValueError(f"{called!r} cannot be called on a tensor of a graph so: {why}.")
+        raise ValueError(f"{called!r} cannot be called on a tensor of a graph in this way: {why}.")
     return _operation(called, args, weights, options)
 
 

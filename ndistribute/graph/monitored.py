@@ -186,7 +186,7 @@ class Coordinator:
             raise self._error
         alive = [thread.name for thread in waited if thread.is_alive()]
         if alive and not ignore_live_threads:
-            why = f"{', '.join(alive)}. They should end when should_stop() is True."
+            why = f"{', '.join(alive)}. They must end when should_stop() is True."
             raise RuntimeError(f"threads did not stop within {stop_grace_period_secs:g} s: {why}")
 
 
@@ -224,9 +224,9 @@ def open_session(
 ) -> Session:
     """Return a session whose variables have values.
 
-    The chief restores the last checkpoint of a folder, or initialises the variables. In a recovered
-    session, variables keep the values that they have. The other workers wait for the chief, and all
-    wait for tasks that come back.
+    The chief restores the last checkpoint of a folder. If there is none, it initialises the
+    variables, but in a recovered session only if one of them has no value. The other workers wait
+    for the chief, and all wait for tasks that come back.
 
     Raises:
         FailedPreconditionError: a variable has no value afterwards.
@@ -248,9 +248,10 @@ def open_session(
                 if not is_chief:
                     raise errors.UnavailableError("the chief has not initialised the variables.")
                 raise errors.FailedPreconditionError(
-                    f"not ready after the initialisation: {session.run(lacking)}"
-                    + (f" and the restored {restored}" if restored else "")
-                    + ": init_op and the saver must cover all of them."
+                    "after the initialisation"
+                    + (f" from checkpoint {restored}" if restored else "")
+                    + f" these variables have no value: {session.run(lacking)}. init_op must "
+                    "initialise, or the saver restore, all variables."
                 )
             scaffold.jobs[target] = session.job
         except BaseException:
@@ -263,7 +264,9 @@ def open_session(
     except _RECOVERABLE as error:
         if is_chief:
             raise
-        why = f"no session after {max_wait_secs:g} s: {str(error).rstrip('.')}. Does the chief run?"
+        why = (
+            f"no session after {max_wait_secs:g} s: {str(error).rstrip('.')}. Is the chief running?"
+        )
         raise errors.DeadlineExceededError(why) from error
 
 
@@ -287,9 +290,13 @@ class MonitoredTrainingSession:
     """A session that initialises or restores the model, calls hooks, and recovers.
 
     The chief restores the last checkpoint, or initialises the variables if there is none. The other
-    workers wait for it. If a task fails or is restarted, `run` creates a new session, restores the
-    last checkpoint and continues. Use the session in a ``with`` block; the graph is read-only in
-    it.
+    workers wait for it. Use the session in a ``with`` block; the graph is read-only in it.
+
+    If a task of `master` fails or is restarted, `run` creates a new session and runs the step
+    again. If `checkpoint_dir` has a checkpoint, the chief restores it, also if the servers still
+    have newer values: the steps since that checkpoint are lost. Without a checkpoint, variables
+    keep their values if all of them still have one; else the chief initialises all of them again.
+    A worker that is not the chief does not restore or initialise them.
 
     Args:
         master: the address of the server to use; empty: this process.
@@ -393,7 +400,7 @@ class MonitoredTrainingSession:
             try:
                 return work()
             except _RECOVERABLE as error:
-                _log.warning("a task failed, and a new session follows: %s", str(error))
+                _log.warning("a task failed, so a new session starts: %s", str(error))
                 self._drop()
                 raise
 
@@ -452,7 +459,9 @@ class MonitoredTrainingSession:
                 for tensor, value in (added.feed_dict or {}).items():
                     if tensor in feeds:
                         name = type(hook).__name__
-                        raise RuntimeError(f"{name} feeds {tensor!r}, which is fed already.")
+                        raise RuntimeError(
+                            f"{name} feeds {tensor!r}, but run or another hook feeds it too."
+                        )
                     feeds[tensor] = value
                 options = options or added.options
         values = session.run(wanted, feeds, options)  # type: ignore[union-attr]

@@ -13,6 +13,7 @@ from ndistribute.graph.definition import BodyDef
 from ndistribute.graph.graph import Graph, Operation, Symbolic, Tensor, as_tensor, get_default_graph
 from ndistribute.graph.shapes import Known, Shape, known_of, narrowed
 from ndistribute.graph.variables import changed
+from ndistribute.mistakes import count_of
 
 
 def placeholder(dtype: Any, shape: Any = None, name: str = "placeholder") -> Tensor:
@@ -178,8 +179,8 @@ def cond(
     counts = [len(branch.results) for branch in traced]
     if counts[0] != counts[1]:
         raise ValueError(
-            f"the functions of cond() return {counts[0]} and {counts[1]} tensors: they must return "
-            "the same number."
+            f"the functions of cond() return {counts[0]} and {count_of(counts[1], 'tensor')}: they "
+            "must return the same number."
         )
     bodies = [branch.definition() for branch in traced]
     with graph.control_dependencies(traced[0].awaited + traced[1].awaited):
@@ -217,13 +218,14 @@ def while_loop(
     traced = [_Traced(graph, captured, function, first) for function in (condition, body)]
     if len(traced[1].results) != len(first):
         raise ValueError(
-            f"the body of while_loop() returns {len(traced[1].results)} tensors, expected one for "
-            f"each of the {len(first)} loop variables."
+            f"the body of while_loop() returns {count_of(len(traced[1].results), 'tensor')}, "
+            f"expected one for each of the {count_of(len(first), 'loop variable')}."
         )
     if stale := changed(*traced) & (traced[0].reads | traced[1].reads):
         raise ValueError(
-            f"while_loop() changes {min(stale)!r}, but reads it before that: make its value a loop "
-            "variable; or read it before the loop, if each round needs its value of then."
+            f"while_loop() reads {min(stale)!r} before changing it, so an iteration would use an "
+            "old value: make the value a loop variable; or read it before the loop, if each "
+            "iteration needs its value from before the loop."
         )
     with graph.control_dependencies(traced[0].awaited + traced[1].awaited):
         op = graph.add(

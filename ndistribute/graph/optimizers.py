@@ -167,7 +167,7 @@ class GraphOptimizer:
             "hyperparameters": hyperparameters,
             "rows_alone": self._rows_alone or self._rule.leaves_rows,
         }
-        with variable.graph.colocate_with(variable.op):  # A number need not go there in each step.
+        with variable.graph.colocate_with(variable.op):  # Not sent in each step.
             rate = as_tensor(rate, name="learning_rate")
         return variable.graph.add(
             kind,
@@ -210,11 +210,13 @@ def in_graph(optimizer: Any) -> GraphOptimizer:
     if isinstance(optimizer, GraphOptimizer):
         return optimizer
     if not isinstance(optimizer, Optimizer) or hasattr(optimizer, "inner"):
-        raise TypeError(f"a graph needs an optimizer, and not one around another: {optimizer!r}.")
+        raise TypeError(
+            f"a graph needs an optimizer that does not wrap another one, got {optimizer!r}."
+        )
     kept: dict[str, Any] = vars(optimizer)
     rule, rate = optimizer.rule, optimizer.learning_rate
     updater = GraphOptimizer(rule, rate, optimizer.name, kept["_bound"])
-    # All its updates use the same slots, and the rate that it has by then.
+    # All updates by one optimizer use the same slots, and its rate at the time of the call.
     updater._slots = kept.setdefault("_slots_in_graphs", updater._slots)
     return updater
 
@@ -232,7 +234,10 @@ class OptimizerOfScopes(GraphOptimizer):
     def __init__(self, optimizers: Mapping[str, Any]) -> None:
         self._optimizers = {scope: in_graph(each) for scope, each in optimizers.items()}
         if any(each._bound for each in self._optimizers.values()):
-            raise ValueError("optimizers that share a step cannot clip gradients: clip none.")
+            raise ValueError(
+                "optimizers that share a step cannot clip gradients: create them without clipnorm, "
+                "global_clipnorm and clipvalue."
+            )
         super().__init__(algorithms.SGDRule(), 0.0, "scopes")
 
     def rate_at(self, global_step: GlobalStep) -> Any:
@@ -456,8 +461,8 @@ def _all_reduce(step: Step, node: Node, inputs: Sequence[Any]) -> Any:
     replica = get_replica_context()
     if replica is None:
         raise InvalidArgumentError(
-            f"{node.name!r} reduces over replicas, and is run by none: run the session in the "
-            "function that strategy.run executes."
+            f"{node.name!r} reduces over replicas, but runs outside of them: run the session in "
+            "the function that strategy.run executes."
         )
     means = replica.all_reduce("mean", list(inputs))
     return means[0] if node.outputs == 1 else means

@@ -16,8 +16,8 @@ class Part:
     """The operations that one task runs in a step."""
 
     operations: list[OperationDef] = field(default_factory=list)
-    feeds: list[str] = field(default_factory=list)  # Those of the step's feeds that it needs.
-    fetches: list[str] = field(default_factory=list)  # Those of the step's fetches that it has.
+    feeds: list[str] = field(default_factory=list)  # The step's feeds that the task needs.
+    fetches: list[str] = field(default_factory=list)  # The step's fetches that the task has.
 
 
 def needs(definition: OperationDef, fed: set[str]) -> list[str]:
@@ -67,7 +67,7 @@ def in_order(definitions: Sequence[OperationDef], fed: set[str]) -> list[Operati
     """
     by_name = {definition.name: definition for definition in definitions}
     ordered: dict[str, OperationDef] = {}
-    begun: set[str] = set()  # Those whose needs are being placed, or were.
+    begun: set[str] = set()  # Operations whose inputs are visited.
     for definition in definitions:
         stack = [definition]
         while stack:
@@ -84,7 +84,7 @@ def in_order(definitions: Sequence[OperationDef], fed: set[str]) -> list[Operati
                     why = f"operations {op.name!r} and {name!r} wait for each other."
                     raise InvalidArgumentError(why, op=op.name)
                 if name not in by_name:
-                    why = f"operation {op.name!r} needs {name!r}, which is not there."
+                    why = f"operation {op.name!r} needs {name!r}, which is not in the graph."
                     raise InvalidArgumentError(why, op=op.name)
             stack += [by_name[name] for name in reversed(later)]
     return list(ordered.values())
@@ -105,8 +105,8 @@ def placed(
         for inner in within(op):
             if "variable" in inner.attributes and task_of(inner) != tasks[op.name]:
                 raise InvalidArgumentError(
-                    f"operation {op.name!r} runs on {tasks[op.name]}, and changes a variable on "
-                    f"{task_of(inner)}: place it there, with device().",
+                    f"operation {op.name!r} runs on {tasks[op.name]}, but changes a variable on "
+                    f"{task_of(inner)}: place the operation there, with device().",
                     op=op.name,
                 )
     return tasks
@@ -203,5 +203,7 @@ def _gradient_of(definition: OperationDef) -> str:
     """Return the operation whose gradient one computes."""
     of = definition.attributes.get("of")
     if not isinstance(of, str):
-        raise InvalidArgumentError(f"gradient {definition.name!r} is of no operation.")
+        raise InvalidArgumentError(
+            f"gradient {definition.name!r} names no operation whose gradient it is."
+        )
     return of

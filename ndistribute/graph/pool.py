@@ -77,7 +77,7 @@ class TaskClient(Client):
         task = self._pool.tasks.get(self.address)
         return UnavailableError(
             f"{task or 'the server'} at {self.address} cannot be reached: {str(why).rstrip('.')}. "
-            "A new session can go on once it is back.",
+            "A new session can continue when the task runs again.",
             task=task,
         )
 

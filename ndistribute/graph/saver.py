@@ -156,8 +156,8 @@ class Saver:
             values[self._values[name]] = fitting = fitted(value, variable.dtype or value.dtype)
             if fitting is None:
                 raise InvalidArgumentError(
-                    f"{name!r} is {value.dtype} in checkpoint {path!r}, which its dtype here, "
-                    f"{variable.dtype}, would cut. Nothing has changed."
+                    f"{name!r} has dtype {value.dtype} in checkpoint {path!r}, whose values the "
+                    f"variable's dtype, {variable.dtype}, cannot hold. Nothing has changed."
                 )
         sess.run(self._restore, values)
 
@@ -212,9 +212,10 @@ def init_from_checkpoint(
         for name, place in pairs.items():
             variable = known.get(place) if isinstance(place, str) else place
             if variable is None or not reader.has_tensor(name):
+                has_place = variable is not None
+                lacks = f"checkpoint has no {name!r}" if has_place else f"graph has no {place!r}"
                 raise ValueError(
-                    f"init_from_checkpoint: {name!r} is to go to {place!r}, but the "
-                    f"{'checkpoint' if variable is not None else 'graph'} has no such name."
+                    f"init_from_checkpoint cannot copy {name!r} to {place!r}: the {lacks}."
                 )
             variable.initialize_with(reader.get_tensor(name))
 

@@ -28,6 +28,7 @@ from ndistribute.graph.partition import cut, placed, pruned
 from ndistribute.graph.placement import task_of
 from ndistribute.graph.pool import ClientPool, TaskClient
 from ndistribute.graph.step import Resources, Step
+from ndistribute.mistakes import count_of
 from ndistribute.parameter_server.store_service import StoreService
 from ndistribute.task.server import ServedTask, TaskService
 from ndistribute.transport.rpc import ClientCount, Peer, PendingCall
@@ -128,7 +129,9 @@ class GraphService(TaskService):
         try:
             if isinstance(request, m.Deliver):
                 session = request.step.partition("/")[0]
-                if session in self._parts or session in self._sessions:  # Otherwise it has ended.
+                if (
+                    session in self._parts or session in self._sessions
+                ):  # Otherwise the session has ended.
                     values = {key: unpack(value) for key, value in request.values.items()}
                     self.rendezvous.deliver(request.step, values)
                 return None
@@ -229,7 +232,11 @@ class GraphService(TaskService):
 
         def check(step: Step) -> None:
             if not peer.is_open:
-                step.abort(errors.CancelledError("the master of the step is gone.", task=self.task))
+                step.abort(
+                    errors.CancelledError(
+                        "the connection to the task that controls this step broke.", task=self.task
+                    )
+                )
 
         values = [unpack(value) for value in request.values]
         return m.FetchedValues(self.run_plan(plan, request.step, values, check, math.inf))
@@ -241,7 +248,7 @@ class GraphService(TaskService):
             steps = list(self._steps.values())
         for step in steps:
             if step.outside is not None and task in step.outside.sources:
-                why = f"the connection from {task} broke. A new session can go on."
+                why = f"the connection from {task} broke. A new session can continue."
                 step.abort(errors.UnavailableError(why, task=task))
 
     def _abort(self, request: m.Abort) -> None:
@@ -315,7 +322,10 @@ class _MasterSession:
 
     def run(self, peer: Requester, request: m.RunStep) -> m.Reply:
         if len(request.values) != len(request.feeds):
-            why = f"{len(request.feeds)} feeds have {len(request.values)} values."
+            why = (
+                f"{count_of(len(request.feeds), 'feed')} got "
+                f"{count_of(len(request.values), 'value')}."
+            )
             raise errors.InvalidArgumentError(why)
         cut_ = self._prepared(request)
         ends = math.inf if request.timeout is None else time.monotonic() + request.timeout
@@ -368,7 +378,7 @@ class _MasterSession:
         pending: dict[str, PendingCall] = {}
         try:
             for task, request in requests.items():
-                # Aborts take this connection, which also keeps the task from forgetting its parts.
+                # Aborts use this connection. While it is open, the task keeps its parts.
                 client = self.service.client(task)
                 client.send_one_way(until=until)
                 pending[task] = client.start(request, until - time.monotonic())
@@ -377,7 +387,7 @@ class _MasterSession:
             for task, call in pending.items():
                 reply = call.result(until)
                 if reply is None:
-                    why = "it did not take its part of the graph"
+                    why = "it did not accept its part of the graph"
                     raise self.service.client(task).lost(why)
                 m.values_of(reply)
         finally:
@@ -444,7 +454,7 @@ class _Running:
             self._check_ends()
             if self._failure is not None:
                 ends = ends or time.monotonic() + _GIVE_UP_SECONDS
-                if time.monotonic() > ends:  # They are stopped, or compute what cannot be ended.
+                if time.monotonic() > ends:  # The tasks are stopped, or cannot abort.
                     for pending in self._pending.values():
                         pending.cancel()
                     self._pending.clear()
@@ -501,7 +511,7 @@ class _Running:
             return
         self._failure = failure
         service, until = self._service, time.monotonic() + _GIVE_UP_SECONDS
-        for task, *_ in self._cut.others:  # Also those that have not begun, but may get values.
+        for task, *_ in self._cut.others:  # A task that has not begun may get values.
             with contextlib.suppress(errors.OperationError):
                 abort = m.Abort(self._number, failure)
                 service.client(task).send_one_way(abort, until=until)
@@ -556,7 +566,7 @@ class _Rendezvous:
                     due.append((waiting.pop(key), value))
                 else:
                     self._steps.setdefault(step, {})[key] = value
-            while len(self._steps) > _ENDED:  # Of masters that died before they began.
+            while len(self._steps) > _ENDED:  # Steps whose masters died early.
                 self._steps.popitem(last=False)
         for then, value in due:
             then(value)

@@ -317,7 +317,7 @@ def _fed(tensor: Any, value: Any) -> Any:
         ValueError: it has another shape, or is itself a tensor.
     """
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{tensor!r} is no tensor: only tensors can be fed.")
+        raise TypeError(f"{tensor!r} is not a tensor: only tensors can be fed.")
     if isinstance(value, Tensor):
         raise TypeError(f"the value for {tensor!r} is a tensor: feed an array.")
     array, (dtype, shape, _) = as_array(value), known_of(tensor)

@@ -76,7 +76,7 @@ class Shape(tuple[Any, ...]):
         if other is None:
             return self
         if not self.is_compatible_with(other):
-            raise ValueError(f"the shape is {other}, which is not {self}.")
+            raise ValueError(f"the shape is {other}, expected {self}.")
         return Shape(b if a is None else a for a, b in zip(self, other, strict=True))
 
     merge_with = assert_is_compatible_with = merged
@@ -232,7 +232,7 @@ def _caller(
         return call_one
     if size > _SMALL and results is Results.BY_IMAGE:
         return call_image
-    if size > _MOST and function is not operator.getitem:  # Which copies nothing.
+    if size > _MOST and function is not operator.getitem:  # Indexing copies nothing.
         raise ValueError
     return call
 
@@ -252,7 +252,7 @@ def _common(first: Any, second: Any, is_value: bool) -> Known:
     """Return what is known of a result that is one of two arrays."""
     try:
         arrays = np.asarray(first), np.asarray(second)
-    except ValueError:  # They are several arrays each, of different shapes.
+    except ValueError:  # Lists of arrays of different shapes.
         return Known()
     shared = shared_by([Known(array.dtype, Shape(array.shape)) for array in arrays])
     if shared.dtype is None or shared.dtype == object:  # An object, such as rows, is not an array.

@@ -44,8 +44,8 @@ class SyncReplicasOptimizer(GraphOptimizer):
         if replicas_to_aggregate < 1 or (rest and replicas_to_aggregate > total):
             raise ValueError(
                 f"replicas_to_aggregate is {replicas_to_aggregate} and total_num_replicas {total}: "
-                "pass numbers of at least 1, the first of them at most the second or a multiple of "
-                "it, so that workers contribute equally often."
+                "both must be at least 1, and the first must be at most the second or a multiple "
+                "of it, because all workers contribute equally often."
             )
         self._turns = max(1, turns)
         within = in_graph(opt)
@@ -68,8 +68,8 @@ class SyncReplicasOptimizer(GraphOptimizer):
         """
         if global_step is None:
             raise ValueError(
-                "SyncReplicasOptimizer needs global_step, by which it tells late gradients: pass "
-                "get_or_create_global_step()."
+                "SyncReplicasOptimizer needs global_step, with which it recognises late gradients: "
+                "pass get_or_create_global_step()."
             )
 
         def at(var: GraphVariable, kind: str, inputs: Sequence[Any], outputs: int = 1) -> Operation:
@@ -89,7 +89,7 @@ class SyncReplicasOptimizer(GraphOptimizer):
             ).outputs
             restarted.append(at(variable, "restart_aggregate", [global_step], outputs=0))
         self.chief_init_op = group(*restarted, name="chief_init")
-        # The last of the variables tells the step; a late worker may see others further ahead.
+        # The variable furthest behind tells the step; a late worker may see others ahead of it.
         steps: Any = np.stack(made)
         reached, furthest = np.min(steps), np.max(steps)
         kept = graph.add("keep_local_step", [reached], attributes={"of": local.name})

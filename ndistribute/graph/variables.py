@@ -125,7 +125,9 @@ class GraphVariable(Symbolic):
             self.shape.merged(Shape(value.shape))
         fitting = fitted(value, self.dtype or value.dtype)
         if fitting is None:
-            raise ValueError(f"the dtype of {self.name}, {self.dtype}, would cut {value.dtype}.")
+            raise ValueError(
+                f"variable {self.name!r} of {self.dtype} cannot hold values of {value.dtype}."
+            )
         with self.graph.as_default(), self.graph.control_dependencies(None):
             with self.graph.colocate_with(self.op):
                 self.initial_value = as_tensor(fitting)

@@ -88,6 +88,6 @@ def _copied(leaf: Any) -> Any:
 def array_of(tensor: Any) -> np.ndarray[Any, Any]:
     """Return a tensor as an array in the same memory, which must be host memory."""
     if tensor.device.type != "cpu":
-        what = f"a tensor on {tensor.device} was passed, and only those in host memory are taken"
+        what = f"got a tensor on {tensor.device}, but tensors must be in host memory"
         raise TypeError(f"{what}: move the module with .cpu(), or use CuPy's arrays for GPUs.")
     return guest_tensors.array_of(tensor)  # type: ignore[no-any-return]

@@ -416,7 +416,9 @@ def _check_names(optimizer: Any, named: list[Any]) -> None:
         raise ValueError(f"named_parameters should be {what}")
     names, known = [name for name, _ in named], {id(parameter) for _, parameter in named}
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"named_parameters: names must be unique, {', '.join(twice)} is not.")
+        raise ValueError(
+            f"named_parameters: names must be unique, but these occur twice: {', '.join(twice)}."
+        )
     every = (parameter for group in optimizer.param_groups for parameter in group["params"])
     if any(id(parameter) not in known for parameter in every):
         raise ValueError("named_parameters: some parameters of the optimizer were not named.")

@@ -98,7 +98,7 @@ def differentiable(function: Callable[..., Any]) -> Callable[..., Any]:
             if any(isinstance(source, Tracked) for source in sources):
                 raise TypeError(
                     f"{function!r}: a tape has only first derivatives of a JAX function: compute "
-                    "the second in it, by jax.grad."
+                    "second derivatives inside the function, with jax.grad."
                 )
             for source in sources:
                 _check_width(source.dtype, f"an argument of {function!r}")
@@ -153,7 +153,7 @@ def _check_width(dtype: Any, what: str) -> None:
     narrow = jax_module().dtypes.canonicalize_dtype(dtype)
     if kind_of(dtype) in "fc" and narrow != dtype:
         raise TypeError(
-            f"{what} is of {dtype}, of which JAX would make {narrow}: create it as {narrow}, or "
+            f"{what} is of {dtype}, which JAX would convert to {narrow}: create it as {narrow}, or "
             "call jax.config.update('jax_enable_x64', True) at the start."
         )
 
@@ -164,7 +164,7 @@ def _value_of(variable: Any) -> Any:
     if isinstance(jax.numpy.zeros(()), jax.core.Tracer):
         raise TypeError(
             f"variable {variable.name!r} is used in a function that JAX traces, where it would "
-            "stay what it is now in all later calls: pass it as an argument."
+            "keep its present value in all later calls: pass it as an argument."
         )
     return jax.numpy.asarray(_of(variable))
 

@@ -242,8 +242,8 @@ class KerasModel(Model):
     def save(self, *args: Any, **kwargs: Any) -> Any:
         """Raise an error, because Keras saves its models itself."""
         raise NotImplementedError(
-            f"{self._called} is one of Keras: call write_back() on every worker, and "
-            "keras_model.save(path) on the chief. Checkpoint keeps the state of a training."
+            f"{self._called} is a model of Keras: call write_back() on every worker, and "
+            "keras_model.save(path) on the chief. To save the state of training, use Checkpoint."
         )
 
     export = to_json = save

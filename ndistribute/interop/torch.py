@@ -33,6 +33,7 @@ from ndistribute.devices import as_array
 from ndistribute.errors import CollectiveMismatchError, MissingDependencyError
 from ndistribute.guest_tensors import tensor_of
 from ndistribute.interop.guest_states import HeldStates, array_of, load_plain_state, plain_state
+from ndistribute.mistakes import count_of
 from ndistribute.optimizers import SGD
 from ndistribute.strategies.parameter_server import ParameterServerStrategy
 from ndistribute.values import DistributedValues, PerReplica
@@ -95,8 +96,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name.
         raise TypeError(f"DistributedOptimizer needs {what}, got {optimizer!r}.")
     op = ReduceOp.parse(op)
     if op not in _LINEAR or backward_passes_per_step < 1:
-        what = f"op 'mean' or 'sum' and passes, got {op.name} and {backward_passes_per_step}."
-        raise ValueError(f"DistributedOptimizer needs {what}")
+        what = f"backward_passes_per_step of 1 or more, got {op.name}, {backward_passes_per_step}."
+        raise ValueError(f"DistributedOptimizer needs op='mean' or 'sum', and {what}")
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (_DistributedMethods, kind), {})
     optimizer.reduction = reduction = _Reduction(optimizer, op, backward_passes_per_step)
@@ -133,7 +134,7 @@ class _DistributedMethods:
         self.reduction.watch(param_group["params"])
 
     def __reduce__(self) -> Any:
-        raise TypeError("a distributed optimizer is not copied or pickled: copy its state_dict().")
+        raise TypeError("a distributed optimizer cannot be copied or pickled: copy state_dict().")
 
 
 class _Reduction:
@@ -193,7 +194,8 @@ class _Reduction:
         each = (p.grad for p in self.parameters.values() if p.requires_grad)
         due = not all(hasattr(gradient, "is_reduced") for gradient in each if gradient is not None)
         if due and self.op is ReduceOp.SUM:
-            raise RuntimeError("op='sum': change gradients of backward() in place, set no others.")
+            why = "change gradients of backward() only in place, and set no other gradients."
+            raise RuntimeError(f"the optimizer has op='sum': {why}")
         return due
 
     def size(self) -> int:
@@ -201,8 +203,8 @@ class _Reduction:
         strategy = _strategy_of(self._strategy)
         shared = self._optimizer() in _held
         if not shared and (strategy.session or isinstance(strategy, ParameterServerStrategy)):
-            how = "make the module and the optimizer with replicate, or pass both to broadcast"
-            raise RuntimeError(f"{strategy!r} does not know what is to be kept: {how}.")
+            how = "make both with replicate, or pass both to broadcast"
+            raise RuntimeError(f"{strategy!r} does not know the module and the optimizer: {how}.")
         return strategy.num_replicas_in_sync  # type: ignore[no-any-return]
 
     def reduce(self) -> None:
@@ -232,7 +234,7 @@ class _Reduction:
         # The parts of a short batch differ; smaller differences are rounding.
         if self.op is ReduceOp.MEAN and square - mean**2 > 1e-12 * square:
             if mixed:
-                what = "the replicas' parts of a batch differ, as do its arrays or the passes"
+                what = "the replicas' parts of a batch differ in length, as do its arrays or passes"
                 raise ValueError(f"{what}: use op='sum', and divide by the global batch size.")
             arrays = [x * x.dtype.type(rows / mean) if rows else np.zeros_like(x) for x in arrays]
             _, *means = in_replica(reduced, self._strategy)
@@ -287,7 +289,7 @@ def _lengths() -> list[int]:
 
 def _checked_gradient(name: str, parameter: Any) -> Any:
     """Return the gradient of a parameter, or None; refuse gradients that cannot be reduced."""
-    gradient, what = parameter.grad, f"DistributedOptimizer does not reduce: parameter {name}"
+    gradient, what = parameter.grad, f"DistributedOptimizer: parameter {name}"
     if gradient is not None and gradient.layout is not torch.strided:
         raise NotImplementedError(f"{what} has a sparse gradient: make the layer dense.")
     if gradient is not None and gradient.requires_grad:
@@ -345,7 +347,7 @@ def replicate(make: Callable[[], Any]) -> Any:
     for _ in strategy.devices:
         torch.set_rng_state(start)
         made.append(make())
-    replicas = tree.regroup(made, DistributedValues)  # When the workers change, they keep these.
+    replicas = tree.regroup(made, DistributedValues)  # New workers get these.
     parts = [[leaf for leaf in tree.flatten(each) if hasattr(leaf, "state_dict")] for each in made]
     _share_out(strategy, parts, 0)
     return replicas
@@ -369,8 +371,8 @@ def broadcast(module: Any = None, optimizer: Any = None, root: int = 0) -> None:
     strategy, things = _strategy_of(None), [x for x in (module, optimizer) if x is not None]
     parts = strategy.local_results(things)
     if len(parts) != len(strategy.devices):
-        count = f"broadcast: this process has {len(strategy.devices)} replicas"
-        raise ValueError(f"{count}, which need a module each: make them with replicate.")
+        count = f"broadcast: this process has {count_of(len(strategy.devices), 'replica')}"
+        raise ValueError(f"{count}, and each needs its own module: make them with replicate.")
     _share_out(strategy, parts, root)
 
 
@@ -386,7 +388,7 @@ def _share_out(strategy: Any, parts: Sequence[Sequence[Any]], root: int) -> None
     states = HeldStates(parts)
     _held.update(dict.fromkeys(itertools.chain(*parts), states))
     strategy.note_state(states)
-    for column in zip(*parts, strict=True):  # The same object of each replica.
+    for column in zip(*parts, strict=True):  # One object per column, of each replica.
         if isinstance(strategy, ParameterServerStrategy) and hasattr(column[0], "reduction"):
             with strategy.scope():
                 _serve([each.reduction for each in column])
@@ -478,7 +480,9 @@ class _AllReduce(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         if ctx.op not in _LINEAR:
-            raise NotImplementedError(f"all_reduce of tensors: {ctx.op.name} has no gradient here.")
+            raise NotImplementedError(
+                f"all_reduce of tensors has no gradient for {ctx.op.name}, only for SUM and MEAN."
+            )
         return None, None, *_AllReduce.apply(ctx.op, None, *gradients)
 
 
@@ -522,7 +526,7 @@ def synchronize_batch_norm(module: Any) -> Any:
     for name, layer in module.named_modules():
         if isinstance(layer, torch.nn.modules.batchnorm._BatchNorm):
             if isinstance(layer, torch.nn.modules.lazy.LazyModuleMixin):
-                raise TypeError(f"synchronize_batch_norm: layer {name!r} is lazy: run it once.")
+                raise TypeError(f"synchronize_batch_norm: layer {name!r} is lazy: call it once.")
             layer.__class__ = BatchNormOverReplicas
     return module
 

@@ -298,7 +298,7 @@ def _result(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     try:
         result = computed(function, raw_args, raw_kwargs)
     except jax_module().errors.ConcretizationTypeError:
-        refuse_value(name_of(function), f"{_KEEP} Use np.where where they decide a shape.")
+        refuse_value(name_of(function), f"{_KEEP} If they decide a shape, use np.where.")
     return _like_operands(boxed(result), args, function in _IN_C_ORDER)
 
 

@@ -42,7 +42,9 @@ _MOST_TRACES = 6
 _MANY = (8, 64)  # The numbers of compilations of a function at which a warning is logged.
 # With this, XLA does not copy a variable that a program reads before it writes to the same memory.
 _OPTIONS = {"xla_cpu_copy_insertion_use_region_analysis": True}
-_PASSED = "is an argument, which a compiled step cannot change for its caller: change a copy of it"
+_PASSED = (
+    "is an argument, and a compiled step cannot change the caller's array: change a copy of it"
+)
 _log = logging.getLogger("ndistribute")
 
 
@@ -167,8 +169,9 @@ class Compiler:
         if self._counts[code] in _MANY:
             level = logging.WARNING
             text += (
-                ": arrays of new shapes, and other Python values and objects in its arguments or "
-                "around it, are compiled anew each time. Pass arrays that change as arguments"
+                ": each new shape of an array, and each new Python value or object in its "
+                "arguments or around it, needs another compilation. Pass values that change as "
+                "arrays, in arguments"
             )
         _log.log(level, text, _name(function), shown, seconds, self._counts[code])
 
@@ -196,17 +199,17 @@ class Compiler:
             if all(part is first or part == first for part in parts):
                 return first
             raise TypeError(
-                f"a compiled step of several replicas got {first!r} and other values for them: "
-                "pass arrays of numbers."
+                f"a compiled step of several replicas got {first!r} for one replica and other "
+                "values for others: pass arrays of numbers."
             )
         arrays = [np.asarray(part) for part in parts]
         for rank, array in enumerate(arrays):
             if array.shape != arrays[0].shape or array.dtype != arrays[0].dtype:
                 raise ValueError(
                     f"replica {rank} got {_shown(array)}, replica 0 {_shown(arrays[0])}: in a "
-                    "compiled step the parts of all replicas have one shape. Pass a dataset, "
-                    "Dataset.from_tensor_slices((x, y)).batch(n, drop_remainder=True), where n is "
-                    "a multiple of the number of replicas, or pad the last batch."
+                    "compiled step the parts of all replicas must have the same shape. Pass a "
+                    "dataset, Dataset.from_tensor_slices((x, y)).batch(n, drop_remainder=True), "
+                    "where n is a multiple of the number of replicas, or pad the last batch."
                 )
         return PerReplica(arrays)
 
@@ -224,8 +227,8 @@ class Compiler:
                 last.finish()
                 return last
         raise TracingError(
-            f"{name} makes variables in each call, or reads others: a compiled step makes them in "
-            "its first call only. Make them outside of it."
+            f"{name} creates or reads different variables in each call, but a compiled step can "
+            "create variables only in its first call. Create them outside of it."
         )
 
 
@@ -433,8 +436,8 @@ def _check_unchanged(array: Any, known: int, line: str) -> None:
     if array is not None and checksum(array) != known:
         raise TracingError(
             f"the {array.dtype} array of shape {array.shape} that a compiled step uses at {line} "
-            "has changed since the step was compiled, which has its values as constants: pass it "
-            "as an argument, or make it a variable."
+            "has changed, but the step was compiled with its old values as constants: pass it as "
+            "an argument, or make it a variable."
         )
 
 
@@ -475,7 +478,7 @@ def _refuse_differences(name: str, earlier: _Program, later: _Program) -> None:
         where = _line_of(eqn or other) if eqn or other else f"what it returns, {old}, then {new}"
         raise TracingError(
             f"{name} computed other values when it was traced twice: {where}. A compiled step "
-            "would use one of them for ever. Draw random numbers from get_replica_context().rng. "
+            "would use one of them forever. Draw random numbers from get_replica_context().rng. "
             "Pass what changes from call to call, such as the time or a counter, as an argument, "
             "or keep it in a variable."
         )

@@ -17,8 +17,8 @@ _OF_NUMPY = (
 def refuse(function: Any, why: str) -> NoReturn:
     """Raise the error for a function of NumPy that cannot be compiled."""
     raise TracingError(
-        f"{name_of(function)} at {user_line()} cannot be compiled, because {why.rstrip('.')}. "
-        "Write it by other functions of NumPy, or run this function plainly."
+        f"{name_of(function)} at {user_line()} cannot be compiled, because {why.rstrip('.')}. Use "
+        "other functions of NumPy instead, or run this step without compiling it."
     )
 
 
@@ -26,7 +26,7 @@ def refuse_value(what: str, instead: str) -> NoReturn:
     """Raise the error for code that needs the values of an array while a step is traced."""
     raise TracingError(
         f"{what} at {user_line()} needs the values of an array in a compiled step, which has none "
-        f"before it runs. {instead or _OF_NUMPY} Or run this function plainly."
+        f"before it runs. {instead or _OF_NUMPY} Or run this step without compiling it."
     )
 
 
@@ -35,7 +35,7 @@ def refuse_shape(what: str) -> NoReturn:
     raise TracingError(
         f"{what} at {user_line()}: the values of an array decide the shape of the result, which a "
         "compiled step must know before it runs. Write np.where(mask, x, 0) in place of x[mask], "
-        "or run this function plainly."
+        "or run this step without compiling it."
     )
 
 

@@ -41,9 +41,9 @@ class SameSteps:
                 self._ran = int(ran)
             if ran != everyone[0]:
                 raise CollectiveMismatchError(
-                    f"worker {device.process_index} has run other compiled steps than worker 0, so "
-                    "the variables are wrong. Every worker must run the same steps in the same "
-                    "order: start the job again from its last checkpoint.",
+                    f"worker {device.process_index} has run different compiled steps from worker "
+                    "0, so the variables are wrong. Every worker must run the same steps in the "
+                    "same order: start the job again from its last checkpoint.",
                     rank=device.process_index,
                     op="step",
                 )

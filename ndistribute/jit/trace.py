@@ -25,7 +25,9 @@ from ndistribute.errors import TracingError
 from ndistribute.jit.box import Box, boxed, value_of
 from ndistribute.jit.refusals import refuse_leak
 
-_READ_ONLY = "is what a variable was when it was read, which never changes: compute a new array"
+_READ_ONLY = (
+    "is the value that a variable had when it was read, and cannot be changed: compute a new array"
+)
 EMPTY: Mapping[Any, Any] = MappingProxyType({})
 
 
@@ -89,8 +91,8 @@ class StepTrace:
         group = cell.group
         if cell is not group.cells[0]:
             raise TracingError(
-                f"the values of several replicas are read at {user_line()} in a compiled step, "
-                "where each replica has its own only: read them outside of run."
+                f"the values of several replicas are read at {user_line()} in a compiled step, but "
+                "there a replica can read only its own value: read them outside of run."
             )
         state = self.states.get(group)
         if state is None:
@@ -327,7 +329,8 @@ class TracedGenerator:
         known = ", ".join(n for n in vars(TracedGenerator) if not n.startswith("_"))
         raise AttributeError(
             f"the random generator of a compiled step, used at {user_line()}, has no {name!r}: it "
-            f"has {known}. Draw outside of the step and pass the numbers, or run it plainly."
+            f"has {known}. Draw outside of the step and pass the numbers, or run the step without "
+            "compiling it."
         )
 
 

@@ -17,6 +17,7 @@ from ndistribute import tree
 from ndistribute.context import get_strategy
 from ndistribute.data import Dataset, as_dataset
 from ndistribute.data.distributed import DistributedDataset
+from ndistribute.mistakes import count_of
 from ndistribute.values import PerReplica
 
 _BATCH = 32
@@ -67,7 +68,7 @@ def batches_of(
         if y is not None or sample_weight is not None or sized:
             what = "x is a dataset"
             if not isinstance(x, Dataset):
-                what = f"x is a {type(x).__name__}, not arrays, so it is taken for a dataset"
+                what = f"x is a {type(x).__name__}, not arrays, so it is treated as a dataset"
             raise ValueError(
                 f"{what}: its batches contain y and sample_weight, and determine the batch size. "
                 "Do not pass y, sample_weight or batch_size; or make x an array."
@@ -96,7 +97,9 @@ def batches_of(
             f"{class_weight!r}."
         )
     if isinstance(data, DistributedDataset):
-        raise ValueError("class_weight needs a dataset that is not distributed yet: pass that.")
+        raise ValueError(
+            "class_weight needs a dataset that is not distributed yet: pass the dataset itself."
+        )
     return data.map(lambda *batch: _with_class_weight(batch, class_weight))
 
 
@@ -120,7 +123,9 @@ def split(x: Any, y: Any, weight: Any, share: float) -> tuple[Any, Any]:
     rows = rows_of(x)
     at = int(rows * (1 - share))
     if not 0 < at < rows:
-        raise ValueError(f"validation_split={share} of {rows} examples leaves one part empty.")
+        raise ValueError(
+            f"validation_split={share} of {count_of(rows, 'example')} leaves one part empty."
+        )
 
     def cut(part: slice) -> Any:
         return tree.map_leaves(lambda array: None if array is None else array[part], (x, y, weight))
@@ -150,7 +155,8 @@ def unpacked(data: Any) -> tuple[Any, Any, Any]:
         return data, None, None
     if not 1 <= len(data) <= 3:
         raise ValueError(
-            f"a batch has {len(data)} parts: it must be x, (x, y) or (x, y, sample_weight)."
+            f"a batch has {count_of(len(data), 'part')}: it must be x, (x, y) or (x, y, "
+            "sample_weight)."
         )
     return (*data, None, None)[:3]
 
@@ -236,8 +242,9 @@ def _iterable(batches: Any) -> Any:
     if isinstance(batches, Iterator):
         if get_strategy().session is not None:
             raise ValueError(
-                f"x is a {type(batches).__name__}, which cannot go back to an earlier batch, as "
-                "elastic workers must when one is lost: pass Dataset.from_generator(function)."
+                f"x is a {type(batches).__name__}, which cannot go back to an earlier batch, but "
+                "elastic workers must go back when one of them is lost: pass "
+                "Dataset.from_generator(function)."
             )
         return Dataset.from_generator(_rest_of(batches))
     is_sequence = hasattr(batches, "__getitem__") and hasattr(batches, "__len__")
@@ -277,7 +284,10 @@ def _are_arrays(x: Any) -> bool:
 def _with_class_weight(batch: Any, weights: Mapping[int, float]) -> Any:
     x, y, weight = unpacked(batch)
     if not hasattr(y, "ndim"):
-        raise ValueError("class_weight needs one array of labels: pass sample_weight by output.")
+        raise ValueError(
+            "class_weight needs one array of labels, but the labels are a nest of arrays: pass a "
+            "sample_weight for each output instead."
+        )
     labels = y[..., 0] if y.ndim > 1 and y.shape[-1] == 1 else y
     if labels.ndim > 1 and labels.dtype.kind == "f":  # One-hot rows.
         labels = labels.argmax(axis=-1)

@@ -51,8 +51,11 @@ def by_every_worker(save: Save) -> Save:
         try:
             return self.strategy.attempt(act)
         except DistributeError as error:
-            if error.sequence is not None:  # Else a process was lost.
-                advice = f"Every worker must call {name}; the chief alone reads and writes files."
+            if error.sequence is not None:  # Otherwise a process was lost.
+                advice = (
+                    f"Every worker must call {name}, although only the chief reads and writes "
+                    "files."
+                )
                 error.args = (f"{error} {advice}",)
             raise
         finally:
@@ -99,9 +102,9 @@ class Checkpoint:
         for path, part in contents.flat(name, nest, self._saves):
             if not isinstance(part, Variable | Optimizer) and not has_state(part):
                 raise TypeError(
-                    f"Checkpoint: {path} is a {type(part).__name__}, whose state is unknown: pass "
-                    "variables, layers, optimizers, metrics, or objects with state_dict and "
-                    "load_state_dict."
+                    f"Checkpoint: {path} is a {type(part).__name__}, which a checkpoint cannot "
+                    "save: pass variables, layers, optimizers, metrics, or objects with state_dict "
+                    "and load_state_dict."
                 )
         self._objects[name] = value
 
@@ -174,8 +177,8 @@ class Checkpoint:
             for path, part in parts:
                 if path in trained and part.iterations and not trained[path]:
                     raise ValueError(
-                        f"optimizer {path!r} made its steps in other processes, so its slots are "
-                        "unknown here: call its build(variables) before."
+                        f"optimizer {path!r} made its steps in other processes, so this process "
+                        "does not know its slots: call its build(variables) before you save."
                     )
             tensors = {path: part.numpy() for path, part in contents.variables_of(parts).items()}
             encoder = contents.States(tensors)
@@ -215,8 +218,9 @@ class Checkpoint:
             for rank, paths in enumerate(others, 1):
                 if paths != first:
                     raise ValueError(
-                        f"{source}: worker {rank} and the chief restore different objects, only "
-                        f"one of them {min({*paths} ^ {*first})}. Nothing has changed."
+                        f"{source}: worker {rank} and the chief restore different objects: only "
+                        f"one of them has {min({*paths} ^ {*first})}. Nothing has changed. Make "
+                        "the same Checkpoint on every worker."
                     )
             if self._saves and "random" in data:
                 random = data["random"]
@@ -246,19 +250,22 @@ class Checkpoint:
         inputs = data.get("inputs", {})
         for path, layer in self._layers():
             if "inputs" in data and path not in inputs and not layer.variables:
-                raise ValueError(f"{source} does not fit: {path} is missing. Nothing has changed.")
+                raise ValueError(
+                    f"{source} does not fit: {path} is missing. Nothing has changed. Make the same "
+                    "objects as when it was saved."
+                )
             known = {f"{path}/{name}" for name in layer.named_variables()}
             other = [f"{path}/{part}" for part in _OF_MODELS]
             lacks = contents.below([path], other, tensors) - known
             if lacks and inputs.get(path) is not None:
                 try:
                     build_for(layer, contents.States(tensors).decode(inputs[path]), self.strategy)
-                except DistributeError:  # Of the workers, not of the model.
+                except DistributeError:  # The workers failed, not the model.
                     raise
                 except Exception as error:
                     raise ValueError(
                         f"{source}: {path!r} cannot be built for the input that it was saved with "
-                        f"({error}): call it on an input before. Nothing has changed."
+                        f"({error}): call it on an input before you restore. Nothing has changed."
                     ) from error
 
     def _checked(
@@ -282,8 +289,9 @@ class Checkpoint:
             missing = [name for name in trained.get(path, []) if name not in variables]
             if missing:
                 raise ValueError(
-                    f"{source}: optimizer {path!r} trained {', '.join(missing)}, not part of this "
-                    "checkpoint: pass the model or the variables too. Nothing has changed."
+                    f"{source}: optimizer {path!r} trained {', '.join(missing)}, which this "
+                    "Checkpoint does not contain: pass the model or the variables too. Nothing has "
+                    "changed."
                 )
             part.build([variables[name] for name in trained.get(path, [])])
             if np.any(tensors.get(f"{path}/iterations", 0) < 0):
@@ -295,12 +303,12 @@ class Checkpoint:
         others = {*tensors, *states} - arrays - variables.keys() - known
         vars(self)["_others"] = others
         if "states" in data:  # Else a graph wrote it, which saves variables alone.
-            wrong += [f"{name} is in the checkpoint alone" for name in sorted(self._below(others))]
+            wrong += [f"only the checkpoint has {name}" for name in sorted(self._below(others))]
         if wrong:
             raise ValueError(
                 f"{source} does not fit: {'; '.join(wrong)}. Nothing has changed. Make the same "
-                "objects as when it was saved; call a model on an input before, so that it is "
-                "built."
+                "objects as when it was saved. Call a model on an input before you restore, which "
+                "builds it."
             )
         return values
 
@@ -364,8 +372,8 @@ def _naming(path: str, source: str) -> Iterator[None]:
         raise
 
 
-NAME = "model"  # Of the checkpoint in a folder that has the very path that was passed.
-_OF_FILES = (".h5", ".keras")  # The ends of such paths.
+NAME = "model"  # The name of a checkpoint in a folder with exactly the path passed.
+_OF_FILES = (".h5", ".keras")  # How the paths of files of Keras end.
 
 
 class Weights(Checkpoint):
@@ -387,7 +395,7 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     return folders[-1] if folders else None
 
 
-# Errors of one worker that the others raise as such.
+# If one worker raises an error of one of these types, the others raise the same type.
 _OF_READING = CheckpointCorruptError, FileNotFoundError, PermissionError
 _KINDS: tuple[type[Exception], ...] = *_OF_READING, FileExistsError, OSError, ValueError
 _ERRORS = {kind.__name__: kind for kind in _KINDS} | {"": DistributeError}
@@ -415,14 +423,18 @@ def read_newest(path: Path) -> tuple[str, dict[str, Any], Any]:
     inside = tensor_files.paths(path, NAME) if path.is_dir() else []
     folders = inside or tensor_files.paths(path.parent, path.name)
     if not folders and not path.is_dir():
-        file = f" {path.name} is a file: those of Keras are not read." if path.exists() else ""
+        file = (
+            f" {path.name} is a file; ndistribute does not read the files of Keras."
+            if path.exists()
+            else ""
+        )
         raise FileNotFoundError(f"there is no checkpoint {path}.{file}")
     folder = folders[-1] if folders else path
     try:
         saved = tensor_files.read(folder)
         return str(saved.path), saved.tensors, saved.data
     except CheckpointCorruptError:
-        if not os.path.lexists(folder):  # It was deleted meanwhile.
+        if not os.path.lexists(folder):  # It was deleted during the read.
             return read_newest(path)
         raise
 

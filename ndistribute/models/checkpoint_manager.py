@@ -168,7 +168,7 @@ class CheckpointManager:
 
         def finish() -> None:
             for thread, written in self._writing:
-                # After an interrupt, `join` takes a thread for ended. A fork has no such thread.
+                # After an interrupt, `join` may return too early. A fork has no such thread.
                 while thread.is_alive():
                     written.wait(1.0)
             failure, self._failure = self._failure, None

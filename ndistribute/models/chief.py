@@ -51,7 +51,10 @@ class Chief:
             known = data.cardinality()
             distribute = functools.partial(model.strategy.distribute_dataset, data.repeat())
         else:
-            raise ValueError("a chief distributes the dataset itself: pass it undivided to fit.")
+            raise ValueError(
+                "fit distributes the dataset itself on a chief: pass a dataset that is not "
+                "distributed yet."
+            )
         self._steps = known if steps is None else steps
         if self._steps < 0:
             raise ValueError(
@@ -63,7 +66,7 @@ class Chief:
             if isinstance(wrapper, GradientAccumulation):
                 raise ValueError(
                     "GradientAccumulation: workers of a chief would mix their sums. Pass a larger "
-                    "batch_size instead, or let workers run loops of their own."
+                    "batch_size instead, or let each worker run its own loop."
                 )
             wrapper = getattr(wrapper, "inner", None)
         strategy = model.strategy

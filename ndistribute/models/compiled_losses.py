@@ -92,8 +92,8 @@ class Objective:
         name = prefix + metric.name
         if any(metric is known for known in self.named.values()):
             raise ValueError(
-                f"compile: metric {metric.name!r} would count several outputs together: pass an "
-                "object for each, such as metrics={'a': [...], 'b': [...]}, or its name."
+                f"compile: metric {metric.name!r} would count several outputs together: pass one "
+                "object for each output, such as metrics={'a': [...], 'b': [...]}, or its name."
             )
         if weighted and name in self.named:
             name = f"{prefix}weighted_{metric.name}"
@@ -188,7 +188,9 @@ def by_output(nest: Any, names: Sequence[str], what: str, for_all: bool = True) 
         if names == [""] and len(nest) == 1:
             return list(nest.values())
         if unknown := [name for name in nest if name not in names]:
-            raise ValueError(f"{what}: there is no output {unknown[0]!r} in {_shown(names)}.")
+            raise ValueError(
+                f"{what}: the model has {_shown(names)}, but no output {unknown[0]!r}."
+            )
         return [nest.get(name) for name in names]
     several = isinstance(nest, list | tuple)
     if not several and (for_all or len(names) == 1 or nest is None):
@@ -196,7 +198,7 @@ def by_output(nest: Any, names: Sequence[str], what: str, for_all: bool = True) 
     if not several or len(nest) != len(names):
         number = f" of {len(nest)}" if several else ""
         raise ValueError(
-            f"{what}: a {type(nest).__name__}{number} for {_shown(names)}: give one for each "
+            f"{what}: a {type(nest).__name__}{number} for {_shown(names)}: pass one for each "
             "output, or a dict by the outputs' names."
         )
     return list(nest)
@@ -204,7 +206,7 @@ def by_output(nest: Any, names: Sequence[str], what: str, for_all: bool = True) 
 
 def _shown(names: Sequence[str]) -> str:
     if names == [""]:
-        return "a model of one output"
+        return "one output"
     return f"{len(names)} outputs, {', '.join(map(repr, names))}"
 
 

@@ -43,7 +43,7 @@ def flat(prefix: str, nest: Any, saves: Sequence[str]) -> Iterator[tuple[str, An
             for part, held in parts.items():
                 if held:
                     yield from flat(part, held, saves)
-        elif isinstance(item, DistributedValues):  # Such as what `replicate` returned.
+        elif isinstance(item, DistributedValues):  # For example a result of `replicate`.
             for same in zip(*(flat(path, value, saves) for value in item.values), strict=True):
                 objects = [part for _, part in same]
                 yield same[0][0], OfReplicas(objects) if all(map(has_state, objects)) else item
@@ -100,7 +100,10 @@ class States(Encoder):
 
     kinds = frozenset({"float", "tuple", "dict"})
     others = ("$tensor", "$empty", "$torch")
-    refusal = ValueError, "{path} is {value!r}: a state has text, numbers, arrays, None, and nests."
+    refusal = (
+        ValueError,
+        "{path} is {value!r}, but a state contains only text, numbers, arrays, None, and nests.",
+    )
 
     def __init__(self, tensors: Any) -> None:
         self._tensors = tensors
@@ -116,7 +119,7 @@ class States(Encoder):
         if not value.size:
             return {"$empty": [value.shape, value.dtype.name]}
         name = self.name(path)
-        if name in self._tensors:  # As a key may have a slash.
+        if name in self._tensors:  # A key may contain a slash.
             name = f"{name}#{len(self._tensors)}"
         self._tensors[name] = value.copy()
         return {"$tensor": name}
@@ -146,8 +149,8 @@ def slots_of(parts: Sequence[tuple[str, Any]]) -> dict[str, dict[str, dict[str, 
             others = [variable.name for variable in part.slots if id(variable) not in names]
             if others:
                 raise ValueError(
-                    f"optimizer {path!r} trains variable {others[0]!r}, which is not part of the "
-                    "checkpoint: pass the model or the variable too."
+                    f"optimizer {path!r} trains variable {others[0]!r}, which the checkpoint does "
+                    "not contain: pass the model or the variable too."
                 )
             by_path[path] = {names[id(variable)]: slots for variable, slots in part.slots.items()}
     return by_path
@@ -178,7 +181,7 @@ def fitting(
         if tensor is None:
             wrong.append(f"{name} is missing")
         elif tensor.shape != variable.shape:
-            wrong.append(f"{name} has shape {tensor.shape}, the variable {variable.shape}")
+            wrong.append(f"{name} has shape {tensor.shape}, but the variable has {variable.shape}")
         elif (value := fitted(tensor, variable.dtype)) is None:
             wrong.append(f"{name} has {tensor.dtype} values that {variable.dtype} cannot hold")
         else:

@@ -83,7 +83,7 @@ def load(
     strategy = get_strategy()
     source, tensors, data = by_chief(strategy, lambda: read_newest(Path(path)), reads=True)
     if "architecture" not in data:
-        raise ValueError(f"{source} is no exported model: write one with model.export(path).")
+        raise ValueError(f"{source} is not an exported model: write one with model.export(path).")
     described, decoder = data["architecture"], Architecture(source)
     with custom_object_scope(custom_objects or {}):
         model = _made(described, decoder)
@@ -153,9 +153,9 @@ class Architecture(Encoder):
 
     def __init__(self, source: str = "") -> None:
         self._source = source
-        self._numbers: dict[int, int] = {}  # Of layers that were encoded.
+        self._numbers: dict[int, int] = {}  # The numbers of encoded layers.
         self._layers: list[Any] = []  # Those that were decoded.
-        self._symbols: dict[Any, int] = {}  # The numbers of symbolic arrays that were encoded.
+        self._symbols: dict[Any, int] = {}  # The numbers of encoded symbolic arrays.
         self._values: dict[int, SymbolicArray] = {}  # Those that were decoded.
 
     def encode_other(self, value: Any, path: Any) -> Any:
@@ -202,7 +202,7 @@ class Architecture(Encoder):
                 return self._all(items)
             case {"array": flat, "shape": shape, "dtype": dtype}:
                 return np.array(self.decode(flat), dtype_named(dtype)).reshape(shape)
-            case {"empty": shape, "dtype": dtype}:  # Of earlier versions.
+            case {"empty": shape, "dtype": dtype}:  # Earlier versions wrote this.
                 return np.zeros(shape, dtype_named(dtype))
             case {"symbolic": number}:
                 nothing = SymbolicArray(None, (), np.dtype(np.float32))
@@ -234,8 +234,8 @@ class Architecture(Encoder):
         value = get_custom_objects().get(name, table.get(name))
         if value is None:
             raise ValueError(
-                f"{self._source} needs {name!r}, which is unknown here: import the module that "
-                f"defines it, or pass custom_objects={{{name!r}: ...}}."
+                f"{self._source} needs {name!r}, which this program does not define: import the "
+                f"module that defines it, or pass custom_objects={{{name!r}: ...}}."
             )
         return value
 

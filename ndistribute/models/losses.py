@@ -94,15 +94,17 @@ class Loss(Explaining, Shown):
         try:
             text = y_true.flat if y_true.dtype.kind in "OSU" else ()
             if any(isinstance(y, str | bytes | None) for y in text):
-                raise ValueError("labels are numbers: use np.unique(y, return_inverse=True)[1].")
+                raise ValueError(
+                    "labels must be numbers, got text: use np.unique(y, return_inverse=True)[1]."
+                )
             with contextlib.nullcontext() if trace is None else trace.explaining(explained):
                 losses = self.call(y_true, y_pred)
         except ValueError as error:
             raise explained(error) from error
         if losses.ndim == 0 and sample_weight is not None:
             raise ValueError(
-                f"loss {self.name!r} returned one number, which sample_weight and class_weight can "
-                "not weigh: return one value for each example."
+                f"loss {self.name!r} returned one number, which sample_weight and class_weight "
+                "cannot weigh: return one value for each example."
             )
         if losses.ndim == 0:
             losses = losses * np.ones(y_pred.shape[:1], losses.dtype)
@@ -133,8 +135,8 @@ def weight_like(values: Any, weight: Any) -> Any:
         weight = weight[..., 0]
     if weight.shape != values.shape[: weight.ndim]:
         raise ValueError(
-            f"sample_weight has shape {weight.shape}, but the values have {values.shape}: "
-            "give one weight for each example."
+            f"sample_weight has shape {weight.shape}, but the values have {values.shape}: pass one "
+            "weight for each example."
         )
     return weight.reshape(weight.shape + (1,) * (values.ndim - weight.ndim))
 
@@ -179,8 +181,8 @@ def compute_average_loss(
     if global_batch_size is None:
         if get_replica_context() is None:
             raise RuntimeError(
-                "compute_average_loss was called outside of replicas, where it can not count "
-                "their examples: call it in strategy.run, or pass global_batch_size."
+                "compute_average_loss was called outside of replicas, where it cannot count their "
+                "examples: call it in strategy.run, or pass global_batch_size."
             )
         count = global_count(losses.shape[0])
     else:
@@ -343,8 +345,9 @@ def categorical_crossentropy(
         labels = labels * (1 - label_smoothing) + label_smoothing / y_pred.shape[-1]
     if labels.shape != y_pred.shape:
         raise ValueError(
-            f"categorical_crossentropy: the labels have shape {labels.shape}, the predictions "
-            f"{y_pred.shape}. For labels given as integers use sparse_categorical_crossentropy."
+            f"categorical_crossentropy: the labels have shape {labels.shape}, but the predictions "
+            f"have {y_pred.shape}. For labels that are integers use "
+            "sparse_categorical_crossentropy."
         )
     if from_logits:
         return operations.softmax_cross_entropy(y_pred, labels)
@@ -365,14 +368,14 @@ def sparse_categorical_crossentropy(y_true: Any, y_pred: Any, from_logits: bool 
         labels = labels[..., 0]
     if labels.shape != y_pred.shape[:-1]:
         raise ValueError(
-            f"sparse_categorical_crossentropy: the labels have shape {labels.shape}, the "
-            f"predictions {y_pred.shape}: give one integer for each row. For one-hot labels use "
-            "categorical_crossentropy."
+            f"sparse_categorical_crossentropy: the labels have shape {labels.shape}, but the "
+            f"predictions have {y_pred.shape}: pass one integer for each row. For one-hot labels "
+            "use categorical_crossentropy."
         )
     labels = labels.astype(np.int64)
     classes = y_pred.shape[-1]
     what = f"sparse_categorical_crossentropy: labels must be in [0, {classes})"
-    operations.check_range(labels, classes, what, "The last layer needs a unit per class.")
+    operations.check_range(labels, classes, what, "The last layer needs one unit for each class.")
     logits = y_pred if from_logits else _log_of(y_pred)
     return operations.softmax_cross_entropy(logits, labels)
 

@@ -127,8 +127,8 @@ class Model(Trainer):
         """Return the calls between the symbolic inputs and outputs."""
         if self._graph is None:
             raise AttributeError(
-                f"{self!r} has no symbolic inputs and outputs: make it by Model(inputs, outputs), "
-                "or begin a Sequential with Input(shape)."
+                f"{self!r} has no symbolic inputs and outputs: make it with Model(inputs, "
+                "outputs), or begin a Sequential with Input(shape)."
             )
         return self._graph
 
@@ -348,7 +348,9 @@ class Sequential(Model):
         layer = layer.output if isinstance(layer, InputLayer) else layer
         if isinstance(layer, SymbolicArray):
             if self.layers or self._values:
-                raise ValueError(f"Sequential: {layer!r} must come first, once.")
+                raise ValueError(
+                    f"Sequential: {layer!r} must be the first element, and the only Input."
+                )
             self._values.append(layer)
             self.compute_dtype = layer.dtype if kind_of(layer.dtype) == "f" else self.compute_dtype
             return

@@ -11,7 +11,7 @@ from typing import Any
 from ndistribute.models.callbacks.callback import Callback
 from ndistribute.variables import Variable
 
-NO_BATCHES = "{} got no batches: the dataset or the arrays are empty."
+NO_BATCHES = "{} got no batches: the dataset, or each array, is empty."
 
 
 @dataclasses.dataclass(eq=False)
@@ -52,7 +52,7 @@ class TrainingPosition:
             self.iterator.load_state_dict(restored)  # Later iterations continue after it.
         if self.iterator is None or (steps is None and not self.step):
             self.iterator = iter(dataset)
-            for _ in range(self.step):  # A chief made them; it saved no position in its input.
+            for _ in range(self.step):  # A chief saves no position in its input, so skip its steps.
                 next(self.iterator, None)
 
     def state_dict(self) -> dict[str, Any]:
@@ -70,10 +70,11 @@ class TrainingPosition:
         was, now = state.get("fingerprint", {}), self.fingerprint
         parts = [part for part in {**was, **now} if was.get(part) != now.get(part)]
         if parts:
-            changed = "; ".join(f"{part} was {was.get(part)}, is {now.get(part)}" for part in parts)
+            changed = "; ".join(f"{x} was {was.get(x)}, but is now {now.get(x)}" for x in parts)
             raise ValueError(
-                f"{source} is of another training: {changed}. Run the program as it was to "
-                f"continue it, or delete {source.parent} to begin anew. Nothing has changed."
+                f"{source} belongs to a different training run: {changed}. To continue that run, "
+                "start the program as it was. To start from the beginning, delete "
+                f"{source.parent}. Nothing has changed."
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -109,5 +110,5 @@ class TrainingPosition:
 
 def warn_of_end(what: str, made: int, asked: str) -> None:
     """Warn, as Keras does, that a dataset has ended before all steps were made."""
-    text = f"{what} ends: the dataset ended after {made} of {asked} steps."
+    text = f"{what} stops: the dataset ended after {made} of {asked} steps."
     warnings.warn(f"{text} Append .repeat() to the dataset, or pass fewer steps.", stacklevel=5)

@@ -93,7 +93,7 @@ class SidecarEvaluator:
             called.call("on_train_end", {})
         if not history.epoch:
             raise TimeoutError(
-                f"SidecarEvaluator: there was no intact checkpoint in {self.checkpoint_dir} in "
+                f"SidecarEvaluator found no intact checkpoint in {self.checkpoint_dir} in "
                 f"{self.timeout_seconds:g} s. Pass the directory in which the training saves."
             )
         return history
@@ -115,7 +115,7 @@ class SidecarEvaluator:
             return tensor_files.read(path)
         except (CheckpointCorruptError, FileNotFoundError) as error:
             if path.exists():
-                _log.warning("%s is damaged and not evaluated: %s", path, error)
+                _log.warning("%s is damaged, so it is not evaluated: %s", path, error)
             return None
 
 

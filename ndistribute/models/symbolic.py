@@ -233,7 +233,7 @@ def _described(call: RecordedCall, lengths: tuple[int, int], strategy: Any) -> A
 
     _thread.describes = True
     try:
-        with np.errstate(all="ignore"):  # As of 0 / 0.
+        with np.errstate(all="ignore"):  # Zeros may give 0 / 0.
             return tree.map_leaves(described, call.make(zeros))
     finally:
         _thread.describes = False
@@ -259,8 +259,9 @@ def _output(call: RecordedCall, short: Any, long: Any) -> Any:
     if not hasattr(short, "dtype"):
         if short != long:
             raise ValueError(
-                f"{call.name} returns {short!r} or {long!r}, depending on the length of the batch, "
-                "which is not known yet: compute with it in the call of a Layer or in a Lambda."
+                f"{call.name} returns {short!r} for a batch of 1 and {long!r} for one of 2, but "
+                "the length of the batch is not known yet: compute with it in the call of a Layer "
+                "or in a Lambda."
             )
         return short
     if short.ndim != long.ndim:

@@ -22,6 +22,7 @@ from ndistribute.data import INFINITE_CARDINALITY, Dataset
 from ndistribute.data.agreement import check_alike
 from ndistribute.data.distributed import DistributedDataset
 from ndistribute.devices import to_host
+from ndistribute.mistakes import count_of
 from ndistribute.models import batches as _batches
 from ndistribute.models.callbacks.callback import Callback, Callbacks, History, ProgbarLogger
 from ndistribute.models.checkpoint import Weights, by_every_worker, check_absent
@@ -263,7 +264,7 @@ class Trainer(TrainingSteps):
         """Return a dataset that is divided among the replicas; it may be divided already."""
         divided = self.strategy.elastic(data)
         if None in steps.values() and divided.cardinality() == INFINITE_CARDINALITY:
-            raise ValueError(f"the dataset repeats without end: pass {next(iter(steps))}.")
+            raise ValueError(f"the dataset repeats forever: pass {next(iter(steps))}.")
         return divided
 
     def _batches_for(self, made: list[Any], data: Any, steps: int | None) -> Iterator[Any]:
@@ -307,7 +308,7 @@ class Trainer(TrainingSteps):
             called.call("on_predict_end", {})
         if not parts:
             raise ValueError(NO_BATCHES.format("predict"))
-        self._show(verbose, {}, f"Predicted {len(parts)} batches.")
+        self._show(verbose, {}, f"Predicted {count_of(len(parts), 'batch', 'batches')}.")
         return tree.map_leaves(lambda *pieces: np.concatenate(pieces), *parts)
 
     def _outputs(self, batch: Any) -> Any:
@@ -424,7 +425,7 @@ class Trainer(TrainingSteps):
     def _build_from(self, data: Dataset) -> None:
         """Create the variables of all layers by a call on one example of zeros."""
         if not self._defines_call():
-            return  # Its steps call its parts, which are built then.
+            return  # The model's own steps call its layers, which builds them.
         if not (self.built and all(layer.built for layer in self.walk())):
             is_divided = isinstance(data, DistributedDataset)
             if is_divided and self.strategy.session:
@@ -472,7 +473,7 @@ class Trainer(TrainingSteps):
         if not isinstance(path, str | os.PathLike):
             raise TypeError(
                 f"load_weights of model {self.name!r} needs a path, got a {type(path).__name__}: "
-                "pass that of the saved weights, as it was given to ModelCheckpoint."
+                "pass the path to which save_weights or ModelCheckpoint wrote the weights."
             )
         Weights(model=self).restore(path)
 

@@ -99,7 +99,7 @@ class TrainingSteps(Layer):
         for _, part in tree.leaves("", (optimizer, loss, metrics, weighted_metrics)):
             if isinstance(part, type):
                 name = part.__name__
-                raise TypeError(f"compile got the class {name}: pass an object, {name}(...).")
+                raise TypeError(f"compile got the class {name}: pass an object of it, {name}(...).")
         self._check_jit(jit_compile)
         self._jit_compile, self._parts_of_steps = bool(jit_compile), ()
         with self.strategy.scope():
@@ -113,7 +113,7 @@ class TrainingSteps(Layer):
                 if not plain and not self._defines("train_step"):
                     raise ValueError(
                         f"compile: the loss has reduction={each.reduction!r}, but fit divides the "
-                        "sum by the number of examples: leave it out, or define train_step."
+                        "sum by the number of examples: leave out reduction, or define train_step."
                     )
             self.compiled = {"loss": loss, "loss_weights": loss_weights}
             self.compiled |= {"metrics": metrics, "weighted_metrics": weighted_metrics}
@@ -143,17 +143,17 @@ class TrainingSteps(Layer):
         kind = type(self.strategy)
         if jit_compile and hasattr(kind, "servers"):
             raise ValueError(
-                "compile: jit_compile=True, but a compiled step has no variables on parameter "
-                "servers: leave it out, or use another strategy."
+                "compile: jit_compile=True, but a compiled step cannot use variables on parameter "
+                "servers: leave out jit_compile, or use another strategy."
             )
         defines = self._defines("train_step") or self._defines("test_step")
         alone = self.strategy.num_replicas_in_sync == 1 and self.strategy.session is None
         meets = not alone and self.strategy.devices[0].kind != "tpu"
         if jit_compile and defines and meets:
             raise ValueError(
-                f"compile: jit_compile=True, but the steps that the model defines meet those of "
-                f"other replicas: leave it out, use TPUStrategy instead of {kind.__name__}, or put "
-                "nd.function around the part that computes gradients."
+                "compile: jit_compile=True, but the train_step or test_step that the model defines "
+                "communicates with other replicas: leave out jit_compile, use TPUStrategy instead "
+                f"of {kind.__name__}, or put nd.function around the part that computes gradients."
             )
 
     def _name_outputs(self, names: Sequence[str]) -> None:
@@ -316,13 +316,13 @@ class TrainingSteps(Layer):
             logs = self._tested(data, rows)
         problem = ""
         if any(group.axis is None for group in trace.written):
-            problem = "it writes a variable that is equal on all replicas"
+            problem = "its test_step writes a variable that is equal on all replicas"
         elif any(not hasattr(value, "metric") for value in (logs or {}).values()):
-            problem = "its logs are numbers, and not results of metrics"
+            problem = "its test_step returns numbers instead of results of metrics"
         if problem:
             raise TracingError(
-                f"evaluate of {self._called}: {problem}, for a batch of which not all have rows: "
-                "use a dataset with batch(n, drop_remainder=True)."
+                f"evaluate of {self._called}: {problem}, but the last batch has no rows for some "
+                "replicas: use a dataset with batch(n, drop_remainder=True)."
             )
         return logs
 

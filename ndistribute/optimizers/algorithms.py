@@ -370,7 +370,8 @@ class FtrlRule(Rule):
         wrong = [name for name, value in vars(self).items() if value < 0]
         if self.learning_rate_power > 0 or set(wrong) - {"learning_rate_power"}:
             raise ValueError(
-                f"Ftrl: learning_rate_power must be 0 or less, the others 0 or more, got {self!r}."
+                "Ftrl: learning_rate_power must be 0 or less, and the other numbers 0 or more, got "
+                f"{self!r}."
             )
 
     def initial_slot(self, name: str) -> float:
@@ -504,7 +505,7 @@ def get(optimizer: str | Optimizer) -> Optimizer:
         return optimizer
     made = named(NAMED if isinstance(optimizer, str) else _PARTS, optimizer, "optimizer")
     if not isinstance(made, Optimizer):
-        raise ValueError(f"an optimizer or its name is needed, got {optimizer!r}.")
+        raise ValueError(f"expected an optimizer or its name, got {optimizer!r}.")
     return made
 
 

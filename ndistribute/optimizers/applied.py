@@ -58,8 +58,9 @@ def checked_pairs(
         if gradient.shape != variable.shape or not fits:
             raise ValueError(
                 f"the gradient of variable {variable.name!r} has shape {gradient.shape} and dtype "
-                f"{gradient.dtype}, the variable {variable.shape} and {variable.dtype}: the shapes "
-                "must be equal, and both floating, or the variable complex. Nothing has changed."
+                f"{gradient.dtype}, but the variable has {variable.shape} and {variable.dtype}: "
+                "the shapes must be equal, and both dtypes floating, or that of the variable "
+                "complex. Nothing has changed."
             )
         gradients.append(gradient)
         variables.append(variable)
@@ -79,7 +80,7 @@ def checked_pairs(
             reported.update(missing)
         if missing:
             names = ", ".join(missing)
-            _log.warning("no gradient for variable(s) %s: they do not change", names)
+            _log.warning("no gradient for %s: a variable without a gradient does not change", names)
     return gradients, variables
 
 
@@ -120,7 +121,7 @@ def one_bound(**bounds: float | None) -> tuple[str, float] | None:
     """Return the kind and the size of the bound that the user set; None if there is none."""
     limits = [(kind, bound) for kind, bound in bounds.items() if bound is not None]
     if len(limits) > 1:
-        raise ValueError("give at most one of clipnorm, global_clipnorm and clipvalue.")
+        raise ValueError("pass at most one of clipnorm, global_clipnorm and clipvalue.")
     if limits and (isinstance(limits[0][1], str) or not limits[0][1] > 0):
         raise ValueError(f"a clipping bound must be a number above 0, got {limits[0][1]!r}.")
     return limits[0] if limits else None

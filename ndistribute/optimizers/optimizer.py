@@ -240,7 +240,7 @@ class Optimizer(Explaining, Shown):
                 order.
         """
         if trainable_variables is None and not self._slots:
-            raise ValueError("apply: pass the variables, or call build(variables) before.")
+            raise ValueError("apply: pass the variables, or call build(variables) first.")
         variables = list(self._slots) if trainable_variables is None else trainable_variables
         self.apply_gradients(zip(grads, variables, strict=True))
 
@@ -329,7 +329,7 @@ class Optimizer(Explaining, Shown):
             owner = self._counter_of(strategy).distribute_strategy
             if owner is not strategy and not owner.is_default and not strategy.is_default:
                 raise ValueError(
-                    f"optimizer {self.name!r} of {told_apart(owner, strategy)} was given variable "
+                    f"optimizer {self.name!r} of {told_apart(owner, strategy)} got variable "
                     f"{variables[0].name!r} of {strategy!r}: make an optimizer for each strategy."
                 )
             for variable in variables:

@@ -15,6 +15,7 @@ import numpy as np
 
 from ndistribute.context import get_strategy
 from ndistribute.exports import export as _export
+from ndistribute.mistakes import count_of
 from ndistribute.names import deserializing, named
 
 
@@ -36,9 +37,7 @@ class LearningRateSchedule:
         """Return the arguments that create an equal schedule, by name."""
         if "__dataclass_fields__" not in vars(type(self)):
             kind = type(self).__name__
-            raise ValueError(
-                f"{kind} cannot be written: define get_config, or make it a dataclass."
-            )
+            raise ValueError(f"{kind} cannot be saved: define get_config, or make it a dataclass.")
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @classmethod
@@ -186,11 +185,15 @@ class PiecewiseConstantDecay(LearningRateSchedule):
     def __post_init__(self) -> None:
         if len(self.values) != len(self.boundaries) + 1:
             raise ValueError(
-                f"PiecewiseConstantDecay: {len(self.boundaries)} boundaries need one value more, "
-                f"got {len(self.values)}."
+                "PiecewiseConstantDecay: pass one value more than boundaries, got "
+                f"{count_of(len(self.boundaries), 'boundary', 'boundaries')} and "
+                f"{count_of(len(self.values), 'value')}."
             )
         if list(self.boundaries) != sorted(set(self.boundaries)):
-            raise ValueError(f"PiecewiseConstantDecay: {self.boundaries} must rise.")
+            raise ValueError(
+                "PiecewiseConstantDecay: boundaries must be in ascending order, got "
+                f"{self.boundaries}."
+            )
 
     def __call__(self, step: Any) -> Any:
         rate: Any = self.values[0]

@@ -100,13 +100,13 @@ class GradientAccumulation(_Wrapper):
     def build(self, variables: Iterable[Variable]) -> None:
         """Create the slots and the sums now instead of in the first call."""
         wanted = list(variables)
-        check_whole(wanted, "its gradients cannot be accumulated.")
+        check_whole(wanted, "GradientAccumulation cannot accumulate its gradients.")
         self.inner.build(wanted)
         for variable in wanted:
             if variable not in self._sums:
                 name = f"{variable.name}/{self.name}/gradient_sum"
                 zeros, kind = np.zeros(variable.shape, variable.dtype), dict[str, Any]()
-                if variable.distribute_strategy.session is None:  # Else all have the sums of all.
+                if variable.distribute_strategy.session is None:  # Otherwise the sums are global.
                     kind = {"synchronization": "on_read", "aggregation": "sum"}
                 self._sums[variable] = Variable(zeros, name=name, trainable=False, **kind)
 
@@ -117,7 +117,10 @@ class GradientAccumulation(_Wrapper):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a result of `state_dict`."""
         if (steps := state.get("steps", self.steps)) != self.steps:
-            raise ValueError(f"GradientAccumulation: steps was {steps}, and is {self.steps}.")
+            raise ValueError(
+                f"GradientAccumulation: the state was saved with steps={steps}, but this object "
+                f"has steps={self.steps}: create it with steps={steps}."
+            )
         self._calls = {}
         self._before = state["calls"]
 
@@ -268,8 +271,9 @@ class LossScale(_Wrapper):
         adjust, trace = functools.partial(self._adjust, _local_id()), current_trace()
         if trace is not None and trace.count(self) > 1:
             raise TracingError(
-                "LossScale makes a second step in one compiled step, which would depend on whether "
-                "the first overflowed: call run for each, or use an optimizer for each."
+                "LossScale makes a second step in one compiled step, but that step depends on "
+                "whether the first overflowed: call run for each step, or use an optimizer for "
+                "each."
             )
         with contextlib.nullcontext() if trace is None else trace.only_if(is_finite):
             if trace is not None or is_finite:

@@ -103,9 +103,13 @@ def test_results_have_tensorflows_dtype_and_value(name: str) -> None:
 
 
 REFUSED = {
-    "a fraction": (lambda: tf.constant([1, 2.7], tf.int32), TypeError, "no int32"),
-    "text": (lambda: tf.constant("a", tf.float32), TypeError, "no float32"),
-    "beside integers": (lambda: whole + [1.5, 2], TypeError, "no int32"),
+    "a fraction": (
+        lambda: tf.constant([1, 2.7], tf.int32),
+        TypeError,
+        "cannot become a tensor of int32",
+    ),
+    "text": (lambda: tf.constant("a", tf.float32), TypeError, "cannot become a tensor of float32"),
+    "beside integers": (lambda: whole + [1.5, 2], TypeError, "cannot become a tensor of int32"),
     "too great": (lambda: tf.constant(300, tf.uint8), OverflowError, "300"),
     "converted": (lambda: tf.convert_to_tensor(x, tf.int32), ValueError, "tf.cast"),
     "variable": (lambda: tf.Variable(x, dtype=tf.float64), ValueError, "tf.cast"),
@@ -113,11 +117,19 @@ REFUSED = {
     "joined": (lambda: tf.concat([x, f64], 0), ValueError, "float32 and float64"),
     "stacked": (lambda: tf.stack([x, whole]), ValueError, "float32 and int32"),
     "chosen": (lambda: tf.where(x > 0, x, f64), ValueError, "tf.cast"),
-    "root": (lambda: tf.sqrt(whole), ValueError, "sqrt of a tensor of int32"),
+    "root": (lambda: tf.sqrt(whole), ValueError, "sqrt needs a tensor of floats, got int32"),
     "softmax": (lambda: tf.nn.softmax([1, 2]), ValueError, "tf.cast"),
-    "norm": (lambda: tf.norm(whole), ValueError, "norm of a tensor of int32"),
-    "deviation": (lambda: tf.math.reduce_std(whole), ValueError, "std of a tensor of int32"),
-    "share": (lambda: tf.reduce_mean([True, False]), ValueError, "mean of a tensor of bool"),
+    "norm": (lambda: tf.norm(whole), ValueError, "norm needs a tensor of floats, got int32"),
+    "deviation": (
+        lambda: tf.math.reduce_std(whole),
+        ValueError,
+        "std needs a tensor of floats, got int32",
+    ),
+    "share": (
+        lambda: tf.reduce_mean([True, False]),
+        ValueError,
+        "mean needs a tensor of floats, got bool",
+    ),
     "negative": (lambda: tf.gather(x, [-1]), ValueError, "index -1 is not in"),
     "row": (lambda: tf.nn.embedding_lookup(matrix, [2]), ValueError, "index 2 is not in"),
     "place": (lambda: tf.gather_nd(matrix, [[0, 2]]), ValueError, "index 2 is not in"),
@@ -132,7 +144,7 @@ REFUSED = {
     "limit": (lambda: tf.random.uniform([1], dtype=tf.int32), ValueError, "maxval"),
     "vector": (lambda: tf.matmul(matrix, x), ValueError, "2 and 1 axes"),
     "unit": (lambda: tf.strings.length("a", unit="WORD"), ValueError, "unit must be"),
-    "ragged": (lambda: tf.strings.split(["a b", "c"]), NotImplementedError, "split each one"),
+    "ragged": (lambda: tf.strings.split(["a b", "c"]), NotImplementedError, "split each text"),
     "options": (
         lambda: tf.train.CheckpointOptions(experimental_enable_async_checkpoint=True),
         NotImplementedError,

@@ -158,7 +158,7 @@ def test_sessions_restore_and_wait_as_their_creators_say(tmp_path):
     with tf.train.SingularMonitoredSession(checkpoint_dir=str(tmp_path)) as session:
         assert session.raw_session().run(step) == 4
     waiting = tf.train.WorkerSessionCreator(max_wait_secs=0)
-    with pytest.raises(tf.errors.DeadlineExceededError, match="Does the chief run"):
+    with pytest.raises(tf.errors.DeadlineExceededError, match="Is the chief running"):
         tf.train.MonitoredSession(waiting)
 
 

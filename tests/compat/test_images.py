@@ -105,10 +105,13 @@ def test_random_changes_come_from_their_seed() -> None:
     [
         (lambda: image.resize(row, [1, 2], method="bicubic"), "bicubic"),
         (lambda: image.resize(row, [1, 2], antialias=True), "antialias"),
-        (lambda: image.crop_to_bounding_box(row, 0, 3, 1, 2), "has no part"),
-        (lambda: image.pad_to_bounding_box(row, 0, 1, 1, 4), "not within"),
+        (
+            lambda: image.crop_to_bounding_box(row, 0, 3, 1, 2),
+            "the box from 0 x 3 to 1 x 5 is not inside",
+        ),
+        (lambda: image.pad_to_bounding_box(row, 0, 1, 1, 4), "does not fit into 1 x 4"),
         (lambda: image.central_crop(row, 0.0), "central_fraction"),
-        (lambda: image.random_crop(row, [2, 1, 1]), "no part of size"),
+        (lambda: image.random_crop(row, [2, 1, 1]), "larger than the shape"),
         (lambda: image.grayscale_to_rgb(u8), "one channel"),
         (lambda: image.random_contrast(row, 0.5, 0.5), "below upper"),
         (lambda: image.random_brightness(row, -1.0), "max_delta"),

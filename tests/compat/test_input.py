@@ -92,7 +92,7 @@ def test_names_of_distribution_have_tensorflows_arguments(tmp_path):
         simple, tf.train.Checkpoint(v=tf.Variable(1.0)), tmp_path, config
     )
     assert handler.manager.directory == tmp_path
-    with pytest.raises(NotImplementedError, match="learns of its preemption by SIGTERM"):
+    with pytest.raises(NotImplementedError, match="is told of its preemption by SIGTERM"):
         tf.distribute.experimental.PreemptionWatcher()
 
 

@@ -377,7 +377,7 @@ def test_a_signature_checks_the_arguments_of_a_function() -> None:
 
     assert collatz([1, 2]).numpy().tolist() == [4, 1]
     for wrong in (tf.constant([[1, 2]]), tf.constant([1.0])):
-        with pytest.raises(TypeError, match="collatz: of the argument 'x'"):
+        with pytest.raises(TypeError, match="collatz: argument 'x'"):
             collatz(wrong)
 
     @tf.function
@@ -386,7 +386,7 @@ def test_a_signature_checks_the_arguments_of_a_function() -> None:
 
     concrete = double.get_concrete_function(tf.TensorSpec(None, tf.string))
     assert concrete(a=tf.constant("b")).numpy() == b"bb"
-    with pytest.raises(tf.errors.InvalidArgumentError, match="is not"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="expected"):
         concrete(tf.constant(1))
 
     class Stepper(tf.Module):

@@ -487,9 +487,9 @@ def test_a_generator_and_bytes_are_not_changed_silently():
     assert list(batch) == ended
     (nested,) = Dataset.from_tensors([[b"a\0"], [b"b"]])
     assert nested.tolist() == [[b"a\0"], [b"b"]]
-    with pytest.raises(TypeError, match="text and numbers do not make one array"):
+    with pytest.raises(TypeError, match="cannot contain both text and numbers"):
         list(Dataset.range(2).map(lambda x: "a" if x else 1).batch(2))
-    with pytest.raises(TypeError, match="is a set: it needs arrays or numbers"):
+    with pytest.raises(TypeError, match="contains a set, but each leaf must be an array"):
         Dataset.from_tensors({1, 2})
 
 

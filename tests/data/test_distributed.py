@@ -93,7 +93,7 @@ def test_an_error_reaches_the_step_that_it_belongs_to(prefetch, failing):
     assert [next(iterator).values[0].item() for _ in range(failing)] == list(range(failing))
     with pytest.raises(ZeroDivisionError):
         next(iterator)
-    with pytest.raises(RuntimeError, match="ended with an error"):
+    with pytest.raises(RuntimeError, match="an error has ended"):
         next(iterator)
     assert all_threads_end()
     healthy.set()

@@ -313,7 +313,7 @@ def test_batches_of_other_shapes_do_not_share_a_step():
 
 @pytest.mark.parametrize(
     ("batched", "message"),
-    [(True, "different shapes or kinds: pad all"), (False, "elements must be batches")],
+    [(True, "different shapes or dtypes: pad all"), (False, "elements must be batches")],
 )
 def test_parts_that_can_not_be_joined_for_a_step_that_is_made_again_say_so(batched, message):
     def make(context):
@@ -405,9 +405,9 @@ def test_the_shuffles_of_a_function_go_on_after_a_change():
             Stateful,
             "off",
             False,
-            "the Stateful keeps its position.*AutoShardPolicy.DATA",
+            "the Stateful keeps its own position.*AutoShardPolicy.DATA",
         ),
-        (Stateful, "data", True, "the Stateful keeps its position.*batch='constant'"),
+        (Stateful, "data", True, "the Stateful keeps its own position.*batch='constant'"),
         (lambda: Dataset.range(4).batch(2), "file", False, "FILE needs a dataset of files"),
         (lambda: number_files([1, 2]).take(2).batch(2), "file", False, "count elements over all"),
     ],
@@ -419,7 +419,7 @@ def test_what_other_workers_could_not_continue_is_refused_at_the_start(
     with pytest.raises(ValueError, match=message):
         iterator.check_can_go_back(scaled)
     stateful = iter(distribute_from_function(lambda _: Stateful(), cpus(1)))
-    with pytest.raises(ValueError, match="only if all workers have equal ones"):
+    with pytest.raises(ValueError, match="batches that are equal on all workers"):
         stateful.check_can_go_back()
 
 

@@ -209,7 +209,9 @@ def test_each_worker_loads_the_state_of_its_own_loader():
 
     states = [make(worker).state_dict() for worker in range(2)]
     make(1).load_state_dict(states[1])
-    with pytest.raises(ValueError, match="loader of worker 0 of 2, but this is worker 1"):
+    with pytest.raises(
+        ValueError, match="worker 0 of 2 saved this state of its loader, but this is worker 1"
+    ):
         make(1).load_state_dict(states[0])
 
 

@@ -115,10 +115,10 @@ def test_csv_columns_are_chosen_and_have_defaults(tmp_path):
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        ("a,b\n1\n", {}, r"a\.csv, line 2: 1 cell\(s\), but there are 2 columns"),
+        ("a,b\n1\n", {}, r"a\.csv, line 2: 1 cell for 2 columns"),
         ("a,b\n1,x\n", {"column_defaults": [0, 0]}, "column 'b': invalid literal"),
         ("a,b\n1,\n", {"column_defaults": [0, np.int32]}, "column 'b' is empty in row 1"),
-        ("a,b\n1,2\n", {"column_defaults": [0]}, "column_defaults has 1 values for 2"),
+        ("a,b\n1,2\n", {"column_defaults": [0]}, "column_defaults has 1 value for 2 columns"),
         ("a,b\n1,2\n", {"label_name": "c"}, "label_name 'c' is not among"),
         ("", {}, "pass column_names"),
         ("a\n1\n", {"compression_type": "LZ4"}, "'' or 'GZIP', got 'LZ4'"),

@@ -152,7 +152,7 @@ def test_each_file_is_opened_by_one_worker_only(policy):
         (lambda dataset: dataset.shard(2, 0), "count elements"),
         (lambda d: Dataset.zip((d, d)).map(lambda a, b: a), "count elements"),
         (lambda d: d.concatenate(Dataset.range(9).map(np.int32)), "other sources"),
-        (lambda dataset: number_files([3]), r"1 file\(s\) for 2 workers"),
+        (lambda dataset: number_files([3]), r"2 workers and only 1 file\."),
     ],
     ids=["take", "skip", "shard", "zip", "another source", "fewer files"],
 )
@@ -421,9 +421,12 @@ def test_workers_go_on_with_what_a_function_made_for_others():
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (lambda: number_files(LENGTHS[1:]).batch(5), r"of 6 file\(s\), this one reads 5"),
-        (lambda: number_files(LENGTHS).shuffle(3).batch(5), r"0 shuffle\(s\), this one has 1"),
-        (lambda: FILES["in order"]().with_options(InputOptions("off")), "FILE, this one by OFF"),
+        (lambda: number_files(LENGTHS[1:]).batch(5), r"reads 6 files, but this one reads 5"),
+        (lambda: number_files(LENGTHS).shuffle(3).batch(5), r"0 shuffles, but this one has 1"),
+        (
+            lambda: FILES["in order"]().with_options(InputOptions("off")),
+            "FILE, but they share this one by OFF",
+        ),
     ],
     ids=["files", "shuffles", "policy"],
 )

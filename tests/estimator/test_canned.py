@@ -263,5 +263,5 @@ def test_an_estimator_of_a_model_keeps_all_checkpoints_and_ends_for_a_listener(t
     estimator.train(batches(X, Y), max_steps=20, saving_listeners=[Listener()])
     assert estimator.get_variable_value("model/optimizer/iterations") == 7
     assert len(list(tmp_path.glob("checkpoint.*"))) == 7
-    with pytest.raises(ValueError, match="in training alone"):
+    with pytest.raises(ValueError, match="only in train"):
         estimator.evaluate(once(X, Y), hooks=[SessionRunHook()])

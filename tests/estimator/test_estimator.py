@@ -173,7 +173,7 @@ def test_predictions_are_chosen_by_name_and_batch(tmp_path):
     assert [one["rows"] for one in model.predict(lambda: data, "rows")] == [1, 5, 9]
     (batch,) = model.predict(lambda: data, yield_single_examples=False)
     np.testing.assert_array_equal(batch["twice"], 2 * data)
-    with pytest.raises(ValueError, match=r"no predictions \['other'\]: there are \['twice'"):
+    with pytest.raises(ValueError, match=r"no keys \['other'\]: they have \['twice'"):
         next(model.predict(lambda: data, ["other"]))
 
 

@@ -34,9 +34,9 @@ Estimator(lambda labels: 1)
 Estimator(lambda features: 1, params={"a": 1})
 -> ValueError: no argument params
 train(lambda features: 1)
--> ValueError: does not take any
+-> ValueError: model_fn has no argument labels
 train(linear, lambda: nd.Dataset.range(0))
--> ValueError: is empty
+-> ValueError: an empty dataset
 train(linear, lambda: (X, Y, Y))
 -> ValueError: 3 parts
 train(linear, lambda: ({"x": g.random_normal((4, 3), dtype=np.float64)}, Y[:4]))
@@ -48,7 +48,7 @@ train(linear, X)
 Estimator(linear, "a", RunConfig(model_dir="b"))
 -> ValueError: pass one of them
 RunConfig(save_checkpoints_steps=1, save_checkpoints_secs=1)
--> ValueError: exclude each other
+-> ValueError: save_checkpoints_secs, not both
 RunConfig(save_checkpoints_steps=0)
 -> ValueError: save_checkpoints_steps must be above 0, got 0
 Estimator(linear, params={}).get_variable_names()
@@ -56,9 +56,9 @@ Estimator(linear, params={}).get_variable_names()
 train_and_evaluate(Estimator(linear), None, None)
 -> TypeError: needs a TrainSpec
 LinearClassifier([COLUMN], n_classes=3).train(lambda: ({"x": X[:1]}, np.array([3])), steps=1)
--> InvalidArgumentError: label 3 is no class: expected 0 to 2
+-> InvalidArgumentError: label 3 is not a class: expected 0 to 2
 LinearClassifier([COLUMN], label_vocabulary="ab").train(lambda: ({"x": X[:1]}, ["c"]), steps=1)
--> InvalidArgumentError: label 'c' is no class: expected one of \['a', 'b'\]
+-> InvalidArgumentError: label 'c' is not a class: expected one of \['a', 'b'\]
 LinearClassifier([COLUMN], n_classes=3, label_vocabulary=["a"])
 -> ValueError: length of label_vocabulary
 LinearRegressor([COLUMN]).train(lambda: {"x": X}, steps=1)
@@ -66,17 +66,17 @@ LinearRegressor([COLUMN]).train(lambda: {"x": X}, steps=1)
 LinearRegressor([COLUMN], weight_column="w").train(lambda: ({"x": X}, Y), steps=1)
 -> KeyError: weight_column
 LinearRegressor([COLUMN]).train(lambda: ({"y": X}, Y), steps=1)
--> KeyError: no feature 'x'
+-> KeyError: needs the feature 'x'
 LinearRegressor([COLUMN], optimizer="Lion")
 -> ValueError: one of Adagrad, Adam, Ftrl, RMSProp, SGD, got 'Lion'
 DNNLinearCombinedEstimator(binary_class_head(), dnn_feature_columns=[COLUMN])
 -> ValueError: dnn_feature_columns with dnn_hidden_units
 LinearEstimator("binary", [COLUMN])
--> TypeError: head must be one of
+-> TypeError: head must be a head of
 add_metrics(model_to_estimator(compiled()), dict)
--> ValueError: needs the estimator of a graph
+-> ValueError: needs an estimator with a model_fn
 early_stopping.make_early_stopping_hook(model_to_estimator(compiled()), bool)
--> ValueError: needs the estimator of a graph
+-> ValueError: needs an estimator with a model_fn
 DNNLinearCombinedRegressor(**CLIPPING).train(lambda: (FEATURES, np.ones(64)), steps=1)
 -> ValueError: cannot clip
 LinearRegressor([COLUMN], warm_start_from=WarmStartSettings("x", "y")).train(inputs(4))
@@ -88,7 +88,7 @@ model_to_estimator(nd.Sequential([nd.layers.Dense(1)]))
 model_to_estimator(compiled(), config=RunConfig(train_distribute=nd.OneDeviceStrategy("cpu:0")))
 -> ValueError: inside `with strategy.scope
 computed(lambda: fc.input_layer({"size": AGES}, AGE))
--> KeyError: 'age'.*gave 'size'
+-> KeyError: 'age'.*returned 'size'
 computed(lambda: fc.input_layer(AGES, AGE))
 -> KeyError: one array
 computed(lambda: fc.input_layer(FEATURES, WORD))
@@ -96,9 +96,9 @@ computed(lambda: fc.input_layer(FEATURES, WORD))
 computed(lambda: fc.input_layer(FEATURES, [AGE, AGE]))
 -> ValueError: named 'age'
 computed(lambda: fc.input_layer(FEATURES, []))
--> ValueError: no feature columns
+-> ValueError: at least one feature column
 computed(lambda: fc.linear_model(FEATURES, ["age"]))
--> ValueError: no feature column
+-> ValueError: not a feature column
 fc.bucketized_column(AGE, [2, 1])
 -> ValueError: ascend
 fc.bucketized_column(WORD, [1])
@@ -110,17 +110,17 @@ fc.crossed_column(["word"], 10)
 fc.crossed_column(["word", AGE], 10)
 -> ValueError: crossed_column needs a categorical column
 Estimator(linear, params={}).export_saved_model("path", print)
--> NotImplementedError: Model.export
+-> NotImplementedError: call its export
 fc.embedding_column(ID, 2, "max")
 -> ValueError: combiner
 fc.categorical_column_with_identity("id", 0)
 -> ValueError: 1 or more
 fc.categorical_column_with_vocabulary_list("w", ["a", "a"])
--> ValueError: each once
+-> ValueError: each word once
 computed(lambda: ID.ids({"id": np.array([3])}))
--> InvalidArgumentError: id 3 is not below num_buckets=3
+-> InvalidArgumentError: id 3 is not in \[0, 3\), which num_buckets sets
 computed(lambda: ID.ids({"id": np.array([0.0])}))
--> InvalidArgumentError: must be integers, and are float64
+-> InvalidArgumentError: must be integers, got float64
 computed(lambda: fc.input_layer({"pair": np.ones((1, 4))}, fc.numeric_column("pair", 2)))
 -> InvalidArgumentError: 'pair' has shape \(1, 4\).*expects \('batch', 2\)
 """

@@ -63,12 +63,12 @@ LINE = op("line", "numpy.zeros_like", "one:0", call=[[{"$input": 0}], {"shape": 
 BYTES = op("bytes", "constant", value=pack(np.array([b"x"], object)))
 FOREVER = 1 << 60  # As an exponent of Python's integers.
 OBJECTS = "computes with Python objects"
-WAIT, CLIENT_ALONE = "wait for each other", "client's process alone"
+WAIT, CLIENT_ALONE = "wait for each other", "only in the client's process"
 BODIES = (BodyDef(("x",), (), ("y:0",)),) * 2
 # The operations of a graph, and what the error says.
 MISTAKES: dict[str, tuple[list[OperationDef], str]] = {
-    "unknown operation": ([op("a", "os.system")], "'os.system', which is not known"),
-    "writing function": ([op("a", "numpy.save")], "not known here"),
+    "unknown operation": ([op("a", "os.system")], "'os.system', which this process does not know"),
+    "writing function": ([op("a", "numpy.save")], "this process does not know"),
     "missing operation": ([op("a", "identity", "b:0")], "no operation 'b'"),
     "missing result": ([ONE, op("a", "identity", "one:7")], "one:7"),
     "missing fetch": ([ONE], "no tensor 'one:1'"),
@@ -79,19 +79,22 @@ MISTAKES: dict[str, tuple[list[OperationDef], str]] = {
         [op("a", "identity", "b:0", device=PS), op("b", "identity", "a:0", controls=("one",)), ONE],
         WAIT,
     ),
-    "wrong template": ([ONE, op("a", "cast", "one:0", call=["call"])], "no template"),
-    "unknown template": ([ONE, op("a", "cast", "one:0", call=[[{"$x": 1}], {}])], "no template"),
-    "number as a key": ([ONE, op("a", "cast", "one:0", call=[[{1: 2}], {}])], "no template"),
-    "deep template": ([ONE, op("a", "cast", "one:0", call=[[NESTED], {}])], "no template"),
-    "missing input": ([op("a", "numpy.add", call=[[{"$input": 0}], {}])], "no input"),
+    "wrong template": ([ONE, op("a", "cast", "one:0", call=["call"])], "no valid structure"),
+    "unknown template": (
+        [ONE, op("a", "cast", "one:0", call=[[{"$x": 1}], {}])],
+        "no valid structure",
+    ),
+    "number as a key": ([ONE, op("a", "cast", "one:0", call=[[{1: 2}], {}])], "no valid structure"),
+    "deep template": ([ONE, op("a", "cast", "one:0", call=[[NESTED], {}])], "no valid structure"),
+    "missing input": ([op("a", "numpy.add", call=[[{"$input": 0}], {}])], "has 0 inputs"),
     "no attributes": ([op("a", "read")], "'a' .read.* failed: KeyError"),
-    "gradient of nothing": ([op("a", "gradient")], "is of no operation"),
+    "gradient of nothing": ([op("a", "gradient")], "names no operation"),
     "no bodies": ([ONE, op("a", "cond", "one:0")], "'a' .cond.* failed"),
     "device": ([op("a", "identity", device="/nowhere")], "not the name of a device"),
     "other task": ([op("a", "group", device="/job:x")], "tasks are /job:ps/task:0"),
     "Python function": ([op("a", "py_function", attributes={"function": "f"})], CLIENT_ALONE),
     "body without its input": ([ONE, op("a", "cond", "one:0", bodies=BODIES)], "no tensor 'y:0'"),
-    "feeds without values": ([ONE, op("a", "identity", "one:0")], "1 feeds have 0 values"),
+    "feeds without values": ([ONE, op("a", "identity", "one:0")], "1 feed got 0 values"),
     "integers among bytes": (
         [
             BYTES,
@@ -113,7 +116,7 @@ MISTAKES: dict[str, tuple[list[OperationDef], str]] = {
     ),
     "numbers as objects of a variable": (
         [ONE, op("a", "assign", "one:0", attributes={"variable": "v", "dtype": "O"})],
-        "cannot hold numbers as Python objects",
+        "cannot hold an array of Python objects",
     ),
 }
 OPTIONS = {"missing fetch": {"fetch": "one:1"}, "feeds without values": {"feeds": ("one:0",)}}
@@ -162,7 +165,7 @@ INPUTS = [
 NAMES = ("one:0", "line:0", "column:0", "row:0")
 for name, call in ENDLESS.items():
     operations = [ONE, op("a", "numpy.power", "one:0", call=call)]
-    MISTAKES[f"{name} of objects"] = (operations, "numbers and text alone")
+    MISTAKES[f"{name} of objects"] = (operations, "only with numbers and text")
 for name, call in LONG.items():
     operations = [ONE, *INPUTS, op("a", f"numpy.{name}", *NAMES, call=call)]
     MISTAKES[f"a long {name}"] = (operations, f"more than {MOST_ELEMENTS} elements")

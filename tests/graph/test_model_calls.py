@@ -84,7 +84,7 @@ def test_weights_start_as_their_layer_says_and_penalties_are_refused(session, is
     session.run(g.global_variables_initializer())
     found = session.run(outputs, {x: ROWS})
     np.testing.assert_allclose(found, np.sum(ROWS, 1, keepdims=True).repeat(2, 1), rtol=1e-5)
-    with pytest.raises(TypeError, match="no array before it is run"):
+    with pytest.raises(TypeError, match="no values before it is run"):
         assert layer.losses
 
 

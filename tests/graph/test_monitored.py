@@ -157,7 +157,9 @@ def test_mistakes_in_hooks_are_errors(tmp_path):
         x = g.placeholder(np.float64, [])
         with g.MonitoredTrainingSession(hooks=[Feeding(x)]) as session:
             assert session.run(x) == 2.0
-            with pytest.raises(RuntimeError, match=r"Feeding feeds .*placeholder.* fed already"):
+            with pytest.raises(
+                RuntimeError, match=r"Feeding feeds .*placeholder.* another hook feeds it too"
+            ):
                 session.run(x, {x: 1.0})
 
 
@@ -235,6 +237,28 @@ def test_a_training_recovers_from_a_restarted_server(cluster, tmp_path, how):
         assert sessions[5] is not sessions[6]
 
 
+@pytest.mark.parametrize(("saves", "then"), [(2, [3, 4, 5]), (None, [4, 5, 6])])
+def test_a_recovered_session_restores_the_checkpoint_or_keeps_all_values(
+    cluster, tmp_path, saves, then
+):
+    with g.get_default_graph().device(PS):
+        step, _ = model()
+        count = g.get_or_create_global_step()
+    failed = []
+
+    def step_fn(context: Any) -> Any:
+        if int(context.session.run(count)) == 3 and not failed:
+            failed.append(context.session)
+            raise errors.UnavailableError("the connection broke.")
+        context.run_with_hooks(step)
+        return int(context.session.run(count))
+
+    options = {"checkpoint_dir": tmp_path, "save_checkpoint_steps": saves} if saves else {}
+    with g.MonitoredTrainingSession(cluster["worker"].target, **options) as session:
+        made = [session.run_step_fn(step_fn) for _ in range(6)]
+    assert made == [1, 2, 3, *then]  # The server is still there, with the values of step 3.
+
+
 def test_a_supervisor_saves_at_the_end_and_stops_its_threads(tmp_path):
     for expected in (1.0, 0.25):
         with g.Graph().as_default():
@@ -298,7 +322,7 @@ def test_who_waits_for_the_chief_says_so_at_the_deadline(caplog, monkeypatch):
     monkeypatch.setattr(monitored, "_SILENT_SECONDS", 0.0)
     with nd.Server.create_local_server() as server, g.Graph().as_default():
         model()
-        with pytest.raises(errors.DeadlineExceededError, match="Does the chief run"):
+        with pytest.raises(errors.DeadlineExceededError, match="Is the chief running"):
             g.MonitoredTrainingSession(server.target, is_chief=False, max_wait_secs=0.1)
         said = "still waiting, for 0.1 s at most: the chief has not initialised the variables."
         assert caplog.messages == [said]

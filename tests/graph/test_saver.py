@@ -176,5 +176,7 @@ def test_values_that_a_variable_would_cut_are_not_restored(program, tmp_path):
         wide = g.Variable(np.float32(0.0), name="count")
         g.Saver([wide]).restore(other, path)
         assert other.run(wide) == 7.0
-        with pytest.raises(ValueError, match=r"'layer/w' is float64 in .*int64, would cut"):
+        with pytest.raises(
+            ValueError, match=r"'layer/w' has dtype float64 in .*int64, cannot hold"
+        ):
             g.Saver([w]).restore(other, path)

@@ -152,11 +152,11 @@ def test_what_would_lose_a_gradient_or_stay_as_it_is_raises():
 def test_doubles_are_not_narrowed():
     v = nd.Variable(np.ones(3))
     for use in (jnp.sin, interop.value_and_grad(jnp.sum), interop.differentiable(jnp.sum)):
-        with pytest.raises(TypeError, match="float64, of which JAX would make float32"):
+        with pytest.raises(TypeError, match="float64, which JAX would convert to float32"):
             use(v)
     with nd.GradientTape() as tape:
         x = tape.watch(2.0)
-        with pytest.raises(TypeError, match="of float64, of which JAX would make float32"):
+        with pytest.raises(TypeError, match="of float64, which JAX would convert to float32"):
             interop.differentiable(jnp.sin)(x)
     with jax.enable_x64(True):
         assert interop.value_and_grad(jnp.sum)(v)[1].dtype == np.float64

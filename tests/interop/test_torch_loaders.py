@@ -143,9 +143,13 @@ def test_a_sampler_that_divides_the_data_must_divide_it_among_its_readers():
         return td.DataLoader(Rows(), 4, sampler=sampler)
 
     with mirrored(2) as strategy:
-        with pytest.raises(ValueError, match="part 0 of 2 of the data, but part 0 of 1 is read"):
+        with pytest.raises(
+            ValueError, match="part 0 of 2 of the data, but this worker reads part 0 of 1"
+        ):
             strategy.distribute_dataset(loader(2))
-        with pytest.raises(ValueError, match="part 0 of 3 of the data, but part 0 of 1 is read"):
+        with pytest.raises(
+            ValueError, match="part 0 of 3 of the data, but this worker reads part 0 of 1"
+        ):
             strategy.distribute_datasets_from_function(lambda context: loader(3))
         each = strategy.distribute_datasets_from_function(lambda context: loader(1))
         assert values(strategy, next(iter(each)))["x"][0] != []
@@ -252,7 +256,7 @@ def test_all_replicas_get_the_state_of_the_first(tmp_path):
         check_bits(tensors(*pair, None), tensors(*pairs.values[0], None))
     moments = [optimizer.state_dict()["state"][0]["exp_avg"] for _, optimizer in others.values]
     assert moments[0].data_ptr() != moments[1].data_ptr()
-    with pytest.raises(TypeError, match="PerReplica, whose state is unknown"):
+    with pytest.raises(TypeError, match="PerReplica, which a checkpoint cannot save"):
         nd.Checkpoint(replicas=nd.PerReplica([1, 2]))
 
 

@@ -338,7 +338,7 @@ def test_a_replica_broadcasts_its_state():
         for root in (-1, 2):
             with pytest.raises(ValueError, match=r"root must be in \[0, 2\), got"):
                 guest.broadcast(models, root=root)
-        with pytest.raises(ValueError, match="2 replicas, which need a module each"):
+        with pytest.raises(ValueError, match="2 replicas, and each needs its own module"):
             guest.broadcast(network())
 
 
@@ -464,7 +464,7 @@ def test_what_is_no_optimizer_or_is_distributed_is_refused():
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
 def test_a_copy_is_refused(copied):
-    with pytest.raises(TypeError, match=r"copy its state_dict\(\)"):
+    with pytest.raises(TypeError, match=r"copy state_dict\(\)"):
         copied(pair()()[1])
 
 

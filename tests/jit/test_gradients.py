@@ -119,7 +119,7 @@ def test_softmax_in_nested_tapes_and_what_a_custom_gradient_computes_again():
     x = np.array([0.5, -1.0, 2.0])
     for function in (nd.softmax, nd.log_softmax):
         agree(nd.function(second(function))(x), second(function)(x), 1e-12)
-    with pytest.raises(TypeError, match="returned another result"):
+    with pytest.raises(TypeError, match="returned a different result"):
         nd.function(second(lambda x: noisy(x) * x))(x)
 
 

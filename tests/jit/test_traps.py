@@ -92,7 +92,7 @@ TRAPS = {
     "a write outside": (writes, "float()"),
     "out= outside": (adds_to_outside, "nd.Variable(array)"),
     "a leak": (leaks, "outside of that step"),
-    "variables in each call": (makes_variables, "in its first call only"),
+    "variables in each call": (makes_variables, "only in its first call"),
     "random numbers in a loop": (needs_loop, "before the loop"),
     "a write in a branch": (writes_in_branch, "return the new value"),
     "a tape around cond": (tape_around("cond"), "use np.where"),
@@ -130,7 +130,7 @@ def test_an_array_around_a_function_may_not_change_between_calls():
     assert compiled(X)[0] == 6
     np.testing.assert_array_equal(compiled(X), X * 6 + table)
     table[0] = 7
-    with pytest.raises(TracingError, match=r"test_traps.py:\d+ has changed since"):
+    with pytest.raises(TracingError, match=r"test_traps.py:\d+ has changed"):
         compiled(X)
     table[0] = 0
     np.testing.assert_array_equal(compiled(X), X * 6 + table)

@@ -75,15 +75,19 @@ def batches(rows: int, buffer: int, seed: int) -> nd.Dataset:
 OTHER_ROWS = X.copy()
 OTHER_ROWS[77, 1] += 1e-3
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "batch size": ({}, {"batch_size": 50}, "batch size was 32, is 50"),
+    "batch size": ({}, {"batch_size": 50}, "batch size was 32, but is now 50"),
     "one row": ({}, {"x": OTHER_ROWS}, r"array 0 was float64\[300, 3\] with the checksum"),
-    "rows": ({}, {"x": (X[:290], Y[:290])}, "length of its sources was 300, is 290"),
-    "shuffle": ({}, {"shuffle": False}, "number of shuffles was 1, is 0"),
-    "weights": ({}, {"class_weight": {0: 2.0}}, "class_weight was None, is {0: 2.0}"),
+    "rows": ({}, {"x": (X[:290], Y[:290])}, "length of its sources was 300, but is now 290"),
+    "shuffle": ({}, {"shuffle": False}, "number of shuffles was 1, but is now 0"),
+    "weights": ({}, {"class_weight": {0: 2.0}}, "class_weight was None, but is now {0: 2.0}"),
     "buffer": ({"data": batches(300, 300, 1)}, {"data": batches(300, 9, 1)}, r"was .*shuffle\(300"),
-    "order": ({"data": batches(300, 9, 1)}, {"data": batches(300, 9, 2)}, "is .*seed=2"),
-    "optimizer": ({}, {"optimizer": "sgd"}, r"optimizer was Adam\(.*, is SGD\("),
-    "rate": ({}, {"optimizer": nd.optimizers.Adam(0.5)}, "first_rate=0.001.*, is .*first_rate=0.5"),
+    "order": ({"data": batches(300, 9, 1)}, {"data": batches(300, 9, 2)}, "is now .*seed=2"),
+    "optimizer": ({}, {"optimizer": "sgd"}, r"optimizer was Adam\(.*, but is now SGD\("),
+    "rate": (
+        {},
+        {"optimizer": nd.optimizers.Adam(0.5)},
+        "first_rate=0.001.*, but is now .*first_rate=0.5",
+    ),
     "momentum": (
         {"optimizer": nd.optimizers.SGD(0.1)},
         {"optimizer": nd.optimizers.SGD(0.1, momentum=0.9)},
@@ -94,7 +98,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"optimizer": GradientAccumulation(nd.optimizers.SGD(0.1), 4)},
         "steps=2.*steps=4",
     ),
-    "loss": ({}, {"loss": "mae"}, r"loss was MeanSquaredError\(.*, is MeanAbsoluteError\("),
+    "loss": ({}, {"loss": "mae"}, r"loss was MeanSquaredError\(.*, but is now MeanAbsoluteError\("),
     "activation": ({}, {"activation": "tanh"}, "activation='relu'.*activation='tanh'"),
     "function": (
         {"activation": activations.relu},
@@ -116,9 +120,11 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_a_training_is_not_continued_as_another_one(change: str, tmp_path: Path) -> None:
     first, then, message = CHANGES[change]
     fit(tmp_path, Stop(3), **first)
-    with pytest.raises(ValueError, match=rf"(?s)is of another training: .*{message}") as caught:
+    with pytest.raises(
+        ValueError, match=rf"(?s)belongs to a different training run: .*{message}"
+    ) as caught:
         fit(tmp_path, **then)
-    assert f"delete {tmp_path} to begin anew" in str(caught.value)
+    assert f"To start from the beginning, delete {tmp_path}." in str(caught.value)
 
 
 def test_no_row_is_missed_or_repeated_after_the_program_is_run_as_it_was(tmp_path: Path) -> None:

@@ -165,13 +165,16 @@ def test_the_log_is_a_table_of_the_epochs(tmp_path):
         (lambda: callbacks.ReduceLROnPlateau(factor=2), "factor must be between 0 and 1"),
         (lambda: callbacks.ModelCheckpoint("x", save_freq="batch"), "save_freq must be 'epoch'"),
         (lambda: callbacks.ModelCheckpoint("x", "loss", True, save_freq=2), "save_best_only comp"),
-        (lambda: callbacks.LambdaCallback(on_end=print), "there is no on_end"),
+        (lambda: callbacks.LambdaCallback(on_end=print), "unknown keyword 'on_end'"),
         (lambda: fit_scheduled(callbacks.ReduceLROnPlateau("loss")), "ReduceLROnPlateau sets the"),
         (
             lambda: fit_scheduled(callbacks.LearningRateScheduler(lambda epoch, rate: rate)),
-            "LearningRateScheduler sets the learning rate, but that of the optimizer is a schedule",
+            "LearningRateScheduler sets the learning rate, but the optimizer has a schedule",
         ),
-        (lambda: fit(model_of(), callbacks.EarlyStopping()), "monitors 'val_loss', but there are"),
+        (
+            lambda: fit(model_of(), callbacks.EarlyStopping()),
+            "monitors 'val_loss', but the logs have",
+        ),
     ],
 )
 def test_mistakes_are_explained(make, says):

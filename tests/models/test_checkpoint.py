@@ -133,7 +133,7 @@ def test_a_failure_of_an_asynchronous_save_is_logged_and_raised_by_the_next_call
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda path: Checkpoint(x=3), "x is a int, whose state is unknown"),
+        (lambda path: Checkpoint(x=3), "x is a int, which a checkpoint cannot save"),
         (lambda path: Checkpoint(v=nd.Variable(1.0)).restore("nowhere"), "no checkpoint nowhere"),
         (lambda path: CheckpointManager(Checkpoint(), path, 0), "max_to_keep must be 1 or more"),
     ],
@@ -152,7 +152,7 @@ def test_objects_that_are_set_as_attributes_are_saved_and_restored(tmp_path):
     Checkpoint(v=v).restore(path)
     assert v.numpy().tolist() == [1.0, 2.0]
     assert checkpoint.v is v
-    with pytest.raises(TypeError, match="w is a int, whose state is unknown"):
+    with pytest.raises(TypeError, match="w is a int, which a checkpoint cannot save"):
         checkpoint.w = 3
     with pytest.raises(AttributeError, match="no object 'gone'"):
         _ = checkpoint.gone
@@ -203,7 +203,9 @@ def test_saving_on_the_chief_alone_names_the_call_and_what_to_do(tmp_path, other
     with Ranks(2) as ranks:
         chief, other = ranks.run(save_on_the_chief_alone, str(tmp_path), others)
     assert chief.error == ("WorkerLostError" if others == "end" else "CollectiveMismatchError")
-    advice = "Every worker must call Sequential.save_weights(); the chief alone reads and writes"
+    advice = (
+        "Every worker must call Sequential.save_weights(), although only the chief reads and writes"
+    )
     assert advice in chief.text
     if others == "go on":
         assert other.error == "CollectiveMismatchError"

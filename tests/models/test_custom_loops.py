@@ -137,7 +137,7 @@ def test_a_loss_of_one_number_is_a_mean_and_takes_no_weights():
     zeros, twos = np.zeros((4, 1)), np.full((4, 1), 2.0)
     assert Squares()(zeros, twos) == 4
     assert Squares().weighted(zeros, twos).tolist() == [4, 4, 4, 4]
-    with pytest.raises(ValueError, match="can not weigh"):
+    with pytest.raises(ValueError, match="cannot weigh"):
         Squares()(zeros, twos, np.ones(4))
 
 

@@ -102,7 +102,7 @@ def test_functions_and_unknown_classes_are_asked_for(tmp_path):
     model = Sequential([dense(3, activation=squared)])
     expected = model(X)
     path = model.export(tmp_path / "model")
-    with pytest.raises(ValueError, match="needs 'squared', which is unknown here"):
+    with pytest.raises(ValueError, match="needs 'squared', which this program does not define"):
         load(path)
     assert np.array_equal(load(path, {"squared": squared})(X), expected)
 
@@ -135,7 +135,10 @@ def test_earlier_exports_are_kept_and_the_last_is_loaded(tmp_path):
     [
         (lambda path: Sequential([dense(2)]).export(path / "m"), "not built yet"),
         (lambda path: load(path / "m"), "there is no checkpoint"),
-        (lambda path: load(nd.Checkpoint(v=nd.Variable(1.0)).save(path / "c")), "no exported mod"),
+        (
+            lambda path: load(nd.Checkpoint(v=nd.Variable(1.0)).save(path / "c")),
+            "not an exported mod",
+        ),
     ],
 )
 def test_mistakes_are_explained(call, says, tmp_path):

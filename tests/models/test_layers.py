@@ -488,7 +488,7 @@ def test_mistakes_with_shards_say_what_to_do():
             both.run(lambda: w.assign(np.ones(2)))
         with pytest.raises(ValueError, match="apply its gradients inside run"):
             sgd.apply_gradients([(np.ones(4), w)])
-        with pytest.raises(ValueError, match=r"'w' is sharded.*cannot be accumulated"):
+        with pytest.raises(ValueError, match=r"'w' is sharded.*cannot accumulate"):
             nd.optimizers.GradientAccumulation(sgd, 2).build([w])
         with pytest.raises(ValueError, match="cannot be cut along axis 0 into a shard"):
             sharded_variable(np.ones(1), axis=0)

@@ -97,7 +97,11 @@ def test_one_loss_and_one_list_of_metrics_are_for_all_outputs_and_none_for_no_ou
 @pytest.mark.parametrize(
     ("compiled", "y", "says"),
     [
-        ({"loss": {"knd": "mse"}}, VALUES, "loss: there is no output 'knd' in 2 outputs, 'kind'"),
+        (
+            {"loss": {"knd": "mse"}},
+            VALUES,
+            "loss: the model has 2 outputs, 'kind', 'value', but no output 'knd'",
+        ),
         ({"metrics": {"kind": "nothing"}}, VALUES, "unknown metric 'nothing'"),
         ({"metrics": [metrics.MeanAbsoluteError()]}, VALUES, "would count several outputs"),
         ({"loss_weights": [1.0]}, VALUES, "loss_weights: a list of 1 for 2 outputs"),

@@ -61,7 +61,7 @@ def test_a_file_of_keras_is_told_apart_from_none(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no checkpoint .*h5\.$"):
         compiled().load_weights(path)
     path.write_bytes(b"HDF")
-    with pytest.raises(FileNotFoundError, match="is a file: those of Keras are not"):
+    with pytest.raises(FileNotFoundError, match="is a file; ndistribute does not read"):
         compiled().load_weights(path)
 
 
@@ -95,7 +95,7 @@ def test_registered_objects_are_found_when_a_model_is_loaded(tmp_path):
         assert nd.models.model_from_json(model.to_json()).layers[0].activation is halved
     finally:
         objects.clear()
-    with pytest.raises(ValueError, match="'mine>halved', which is unknown here"):
+    with pytest.raises(ValueError, match="'mine>halved', which this program does not define"):
         nd.models.load(tmp_path / "model")
     with nd.models.custom_object_scope({"mine>halved": halved, "mine>Distance": Error}):
         nd.models.load(tmp_path / "model")
@@ -160,7 +160,9 @@ def test_what_follows_a_validation_waits_for_the_epochs_that_have_one(tmp_path):
         rows = list(csv.DictReader(file))
     assert [row["val_loss"] == "NA" for row in rows] == [True, False, True, False]
     wrong = callbacks.EarlyStopping("val_lose")
-    with pytest.raises(ValueError, match="monitors 'val_lose', but there are only loss, val_loss"):
+    with pytest.raises(
+        ValueError, match="monitors 'val_lose', but the logs have only loss, val_loss"
+    ):
         compiled().fit(X, Y, verbose=0, validation_data=(X, Y), callbacks=wrong)
 
 

@@ -271,7 +271,7 @@ def test_the_step_breakdown_of_the_timeline_is_shown(tmp_path):
     [
         (lambda: callbacks.TensorBoard(update_freq="step"), "update_freq must be 'epoch' or"),
         (lambda: callbacks.TensorBoard(histogram_freq=-1), "histogram_freq must be 0 or more"),
-        (lambda: callbacks.TensorBoard(embeddings_freq=1), "embeddings are not written"),
+        (lambda: callbacks.TensorBoard(embeddings_freq=1), "this callback writes no embeddings"),
         (lambda: png(np.zeros((2, 2))), "an image must be uint8 of shape"),
     ],
 )

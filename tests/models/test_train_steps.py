@@ -257,10 +257,10 @@ def jitted() -> None:
             lambda: fit(WithLogs({"a": np.ones(2)})),
             "returned .'a': array.*: return a dict of numbers",
         ),
-        (lambda: fit(WithoutLoss()), "add_loss of .* got a function: call it"),
+        (lambda: fit(WithoutLoss()), "add_loss of .* got a function: pass a number"),
         (lambda: fit(nd.Sequential([dense(1)]), None), "has no loss: call compile"),
         (lambda: Gan().fit(X, Y), r"call compile\(optimizer, loss\) first"),
-        (jitted, "meet those of other replicas: leave it out, use TPUStrategy"),
+        (jitted, "communicates with other replicas: leave out jit_compile, use TPUStrategy"),
         (lambda: Regression().add_metric(1.0, "a", "sum"), "aggregation must be 'mean'"),
     ],
 )

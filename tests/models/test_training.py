@@ -133,7 +133,7 @@ def test_a_penalty_counts_once_whatever_the_replicas(strategy):
 def test_steps_beyond_the_data_warn_and_the_next_epoch_begins_anew(strategy):
     with strategy.scope():
         model = classifier(nd.optimizers.SGD(0.0))
-    with pytest.warns(UserWarning, match="epoch 2 ends: the dataset ended after 2 of"):
+    with pytest.warns(UserWarning, match="epoch 2 stops: the dataset ended after 2 of"):
         history = model.fit(X, Y, 10, epochs=3, steps_per_epoch=3, shuffle=False, verbose=0)
     losses = history.history["loss"]
     assert model.position.steps_made == 8
@@ -149,7 +149,7 @@ def test_a_generator_that_has_ended_ends_the_training():
         history = model.fit(batches, epochs=4, steps_per_epoch=3, verbose=0)
     assert history.epoch == [0, 1]
     assert model.position.steps_made == 5
-    with pytest.warns(UserWarning, match="evaluate ends: .* after 5 of steps=9"):
+    with pytest.warns(UserWarning, match="evaluate stops: .* after 5 of steps=9"):
         model.evaluate(X, Y, 10, 0, steps=9)
 
 
@@ -289,7 +289,7 @@ class TwoOutputs(Model):
         (lambda m: m.evaluate(X[:0], Y[:0], verbose=0), "evaluate got no batches"),
         (lambda m: Sequential([layers.Dense(1)]).predict(X[:0]), "got no batches"),
         (lambda m: m.fit(X, verbose=0), "got no labels: pass y"),
-        (lambda m: m.fit(X, (Y, Y), verbose=0), "got labels: a tuple of 2 for a model of one"),
+        (lambda m: m.fit(X, (Y, Y), verbose=0), "got labels: a tuple of 2 for one output"),
         (lambda m: m.fit(X, Y, batch_size=0), "batch_size must be an integer, 1 or more, got 0"),
         (lambda m: m.fit(X, Y, epochs=-1), "epochs must be an integer, 0 or more"),
         (lambda m: m.fit(X, Y, steps_per_epoch=0), "steps_per_epoch must be an integer, 1 or"),
@@ -305,16 +305,16 @@ class TwoOutputs(Model):
             lambda m: TwoOutputs().fit(X, Y, verbose=0),
             "got labels: a ndarray for 2 outputs, 'output_1'",
         ),
-        (lambda m: refit(m, ["mse", "mse"]), "loss: a list of 2 for a model of one output"),
+        (lambda m: refit(m, ["mse", "mse"]), "loss: a list of 2 for one output"),
         (
             lambda m: refit(m, {"a": "mse", "b": None}),
-            "loss: there is no output 'a' in a model of one",
+            "loss: the model has one output, but no output 'a'",
         ),
         (
             lambda m: m.compile("sgd", "mse", "mae"),
             "metrics must be a list or a dict by output, got",
         ),
-        (lambda m: m.compile(nd.optimizers.SGD), r"the class SGD: pass an object, SGD\("),
+        (lambda m: m.compile(nd.optimizers.SGD), r"the class SGD: pass an object of it, SGD\("),
         (lambda m: m.compile("sgd", "nothing"), "unknown loss 'nothing': use one of"),
         (lambda m: m.compile("nothing"), "unknown optimizer 'nothing': use one of"),
         (lambda m: m.compile("sgd", "mse", ["nothing"]), "unknown metric 'nothing': use one of"),
@@ -391,7 +391,7 @@ def test_a_dataset_without_end_needs_a_number_of_steps():
     data = nd.Dataset.from_tensor_slices((np.ones((4, 2)), np.ones((4, 1)))).repeat().batch(2)
     model.fit(data, steps_per_epoch=2, verbose=0)
     for method, name in ((model.fit, "steps_per_epoch"), (model.evaluate, "steps")):
-        with pytest.raises(ValueError, match=f"without end: pass {name}"):
+        with pytest.raises(ValueError, match=f"forever: pass {name}"):
             method(data, verbose=0)
-    with pytest.raises(ValueError, match="without end: pass steps"):
+    with pytest.raises(ValueError, match="forever: pass steps"):
         model.predict(data)

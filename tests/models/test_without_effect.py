@@ -49,7 +49,7 @@ def test_penalties_of_outputs_and_of_weights_are_part_of_the_loss(jit_compile):
     predicted = model.predict(X)
     expected = np.mean((predicted - Y) ** 2) + 0.5 * 4 + 0.01 + 0.01 * np.sum(predicted[0] ** 2)
     assert model.evaluate(X, Y, verbose=0) == pytest.approx(expected, rel=1e-5)
-    with pytest.raises(ValueError, match="kernel_constraint does not exist here"):
+    with pytest.raises(ValueError, match="layers have no kernel_constraint"):
         layers.Dense(2, kernel_constraint=abs)
     with pytest.raises(TypeError, match="no argument 'recurrent_initialiser': use recurrent_init"):
         layers.GRU(2, recurrent_initialiser="ones")

@@ -90,8 +90,8 @@ def test_variables_without_gradient_are_reported_once(caplog: Any) -> None:
                 strategy.run(lambda pairs=pairs: optimizer.apply_gradients(pairs))
     np.testing.assert_array_equal(two.numpy(), START)
     assert [record.getMessage() for record in caplog.records] == [
-        "no gradient for variable(s) one: they do not change",
-        "no gradient for variable(s) two: they do not change",
+        "no gradient for one: a variable without a gradient does not change",
+        "no gradient for two: a variable without a gradient does not change",
     ]
 
 

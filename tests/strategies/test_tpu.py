@@ -276,4 +276,4 @@ def test_a_step_that_closes_over_other_arrays_each_time_is_warned_of_once(two, c
     for k in range(9):
         array = np.full(2, float(k))
         assert two.run(lambda: array.sum() * np.float32(1)).values[0] == 2 * k  # noqa: B023
-    assert caplog.text.count("compilation 8: arrays of new shapes") == 1
+    assert caplog.text.count("compilation 8: each new shape of an array") == 1

@@ -196,7 +196,10 @@ class LambdaCallback(Callback):
     def __init__(self, **functions: Callable[..., None]) -> None:
         for name, function in functions.items():
             if not name.startswith("on_") or not hasattr(Callback, name):
-                raise TypeError(f"LambdaCallback: there is no {name}.")
+                raise TypeError(
+                    f"LambdaCallback got the unknown keyword {name!r}: pass functions by the names "
+                    "of Callback's methods, such as on_epoch_end."
+                )
             setattr(self, name, function)
 
 

@@ -37,9 +37,9 @@ class _Continued(Callback):
         rate = self.model.optimizer.learning_rate
         if callable(rate):
             raise ValueError(
-                f"{type(self).__name__} sets the learning rate, but that of the optimizer is a "
-                "schedule, which sets it at each step: create the optimizer with a number, or do "
-                "without the callback."
+                f"{type(self).__name__} sets the learning rate, but the optimizer has a schedule, "
+                "which sets it at each step: create the optimizer with a number as learning_rate, "
+                "or leave out the callback."
             )
         return float(as_array(rate))
 
@@ -128,8 +128,8 @@ class Monitor(_Continued):
         if not self.monitor.startswith("val_") or is_validated or not self.model.position.validates:
             names = ", ".join(logs)
             raise ValueError(
-                f"{type(self).__name__} monitors {self.monitor!r}, but there are only {names}. "
-                "Pass validation_data for names with val_, or another monitor."
+                f"{type(self).__name__} monitors {self.monitor!r}, but the logs have only {names}. "
+                "Pass validation_data to get names with val_, or monitor one of these."
             )
         return False
 
@@ -283,7 +283,7 @@ class TerminateOnNaN(Callback):
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         """Stop training if the mean loss of a replica is not finite."""
         if on_any_worker(self.model.strategy, not math.isfinite(logs.get("loss", 0.0))):
-            _log.warning("step %d: the loss is not finite; the training ends", batch + 1)
+            _log.warning("step %d: the loss is NaN or infinite, so training stops", batch + 1)
             self.model.stop_training = True
 
 

@@ -158,7 +158,7 @@ class BackupAndRestore(_Saving):
     def _save(self, logs: Logs) -> None:
         if self._manager is not None:
             if self.model.strategy.is_chief:
-                with contextlib.suppress(OSError):  # A chief that was stopped may still have it.
+                with contextlib.suppress(OSError):  # A stopped chief may hold it.
                     self._claim()
             self._manager.save(self.model.position.steps_made)
 
@@ -178,7 +178,7 @@ def continued(manager: CheckpointManager, model: Any) -> CheckpointManager:
     named = {f"{type(each).__name__}_{number}": each for number, each in enumerate(stateful)}
     manager = manager.extended(_model=model, _position=position, _callbacks=named)
     if manager.restore_or_initialize() is not None:
-        _log.info("continuing at epoch %d, step %d", position.epoch + 1, position.step)
+        _log.info("training continues at epoch %d, step %d", position.epoch + 1, position.step)
     return manager
 
 
@@ -312,7 +312,7 @@ class PreemptionCheckpointHandler(Callback):
         """
         if not self._listens:
             raise RuntimeError(
-                "PreemptionCheckpointHandler.run was called before the handler is entered: write "
+                "PreemptionCheckpointHandler.run was called before the handler was entered: write "
                 "`with handler:` around the loop."
             )
         result = function(*args, **kwargs)
@@ -374,7 +374,11 @@ class PreemptionCheckpointHandler(Callback):
             manager.wait()
         else:
             self._config.save_fn()
-        _log.warning("a worker got SIGTERM: saved after step %d in %s", step, manager.directory)
+        _log.warning(
+            "a worker got SIGTERM, so a checkpoint was saved after step %d in %s",
+            step,
+            manager.directory,
+        )
         self._signalled = False  # The signal is served.
         self._stop_listening()
         if self._config.exit_fn is None:
@@ -448,8 +452,9 @@ class TensorBoard(Callback):
     ) -> None:
         if embeddings_freq:
             raise ValueError(
-                "TensorBoard: embeddings are not written, so embeddings_freq must be 0. Write them "
-                "with np.savetxt, such as layer.embeddings.numpy(), for the projector."
+                "TensorBoard: this callback writes no embeddings, so embeddings_freq must be 0. "
+                "For the projector, write them yourself: np.savetxt(path, "
+                "layer.embeddings.numpy())."
             )
         if histogram_freq < 0:
             raise ValueError(f"histogram_freq must be 0 or more, got {histogram_freq}.")

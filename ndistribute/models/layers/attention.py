@@ -153,7 +153,7 @@ def _probabilities(scores: Any, mask: Any, is_causal: bool) -> Any:
     if allowed is None:
         return softmax(scores, axis=-1)
     scores = np.where(allowed, scores, np.finfo(scores.dtype).min)
-    return np.where(allowed, softmax(scores, axis=-1), 0)  # Also where there is no key.
+    return np.where(allowed, softmax(scores, axis=-1), 0)  # A query that no key may reach gets 0.
 
 
 _export(vars())

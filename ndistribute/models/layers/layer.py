@@ -95,7 +95,7 @@ class Layer(Explaining):
     ...
     ...     def call(self, inputs):
     ...         return inputs * self.factor
-    >>> layer = Scale()
+    >>> layer = Scale(name="scale")
     >>> layer(np.ones(2, np.float32)), [v.name for v in layer.variables]
     (array([1., 1.], dtype=float32), ['scale/factor'])
     """
@@ -149,7 +149,7 @@ class Layer(Explaining):
         self.input_spec: Any = None
         """A batch without examples, of the shape and dtype of the first input, once built."""
         self._recorded: list[RecordedCall] = []
-        self._penalized: list[tuple[Callable[[Any], Any], Any]] = []  # And the variables.
+        self._penalized: list[tuple[Callable[[Any], Any], Any]] = []  # Each with its variables.
         self._starts, self._regularizers = self._facts_of_weights(options)
 
     def _facts_of_weights(self, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -160,7 +160,7 @@ class Layer(Explaining):
             starts[weight] = initializers.get(options.pop(f"{key}_initializer", start))
             penalties[weight] = regularizers.get(options.pop(f"{key}_regularizer", None))
             if options.pop(f"{key}_constraint", None) is not None:
-                what = f"{self.name}: {key}_constraint does not exist here: assign the variable"
+                what = f"{self.name}: layers have no {key}_constraint: assign the variable"
                 raise ValueError(f"{what} in a callback's on_train_batch_end, or regularize it.")
         for name in options:
             kind, weights = type(self).__name__, [key.removesuffix("_kernel") for key in starts]
@@ -387,8 +387,8 @@ class Layer(Explaining):
         if shapes != expected:
             hint = "" if self.built else " It is not built yet: call it on an input first."
             raise ValueError(
-                f"set_weights of {self.name!r}: the variables have the shapes {expected}, the "
-                f"given arrays {shapes}. Nothing has changed.{hint}"
+                f"set_weights of {self.name!r}: the variables have the shapes {expected}, but the "
+                f"arrays have {shapes}. Nothing has changed.{hint}"
             )
         for variable, array in zip(variables, arrays, strict=True):
             variable.assign(array.astype(variable.dtype))
@@ -411,7 +411,7 @@ class Layer(Explaining):
         """Add a number to the loss of the model, in `call`; it is averaged over the replicas."""
         values = loss if isinstance(loss, list | tuple) else [loss]
         if any(map(callable, values)):
-            raise TypeError(f"add_loss of {self.name!r} got a function: call it, and in `call`.")
+            raise TypeError(f"add_loss of {self.name!r} got a function: pass a number, in `call`.")
         _calls.added += [(self, value) for value in values]
 
     def add_metric(self, value: Any, name: str, aggregation: str | None = "mean") -> None:
@@ -476,8 +476,8 @@ class Layer(Explaining):
         """Return the symbolic input or output of the first call with symbolic arrays."""
         if not self._recorded:
             raise AttributeError(
-                f"{self!r} has no {part}: it was not called on a symbolic array, such as Input() "
-                "returns. A Sequential calls its layers so if it begins with an Input."
+                f"{self!r} has no {part}: it was not called on a symbolic array, such as the "
+                "result of Input(). In a Sequential, begin with an Input."
             )
         call = self._recorded[0]
         if part == "output":

@@ -29,8 +29,8 @@ class Merging(Layer):
         count = len(inputs) if isinstance(inputs, list | tuple) else 0
         if not count or count != (self.needs or count):
             raise ValueError(
-                f"{self.name} needs a list of {self.needs or 'several'} arrays, such as "
-                f"layer([a, b]), got {f'one of {count}' if count else type(inputs).__name__}."
+                f"{self.name} needs a list of {self.needs or 'several'} arrays, such as layer([a, "
+                f"b]), got {f'a list of {count}' if count else type(inputs).__name__}."
             )
         return list(inputs)
 

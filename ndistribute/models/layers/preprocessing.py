@@ -54,7 +54,9 @@ class Normalization(Layer):
     ) -> None:
         super().__init__(**options)
         if (mean is None) != (variance is None):
-            raise ValueError("Normalization: pass both mean and variance, or none and call adapt.")
+            raise ValueError(
+                "Normalization: pass both mean and variance, or pass neither and call adapt."
+            )
         self.axis = (axis,) if isinstance(axis, int) else tuple(axis or ())
         self.invert, self._statistics = bool(invert), (mean, variance)
         self.mean: Any = None
@@ -211,7 +213,9 @@ class Discretization(_Counting):
     def call(self, inputs: Any) -> Any:
         """Return the numbers or vectors."""
         if self.bin_boundaries is None:
-            raise RuntimeError(f"{self.name}: it has no boundaries: call adapt, or pass them.")
+            raise RuntimeError(
+                f"{self.name} has no boundaries: call adapt, or pass bin_boundaries."
+            )
         indices = sum((inputs >= each).astype(np.int64) for each in self.bin_boundaries)
         return self._encoded(indices, len(self.bin_boundaries) + 1)
 
@@ -336,8 +340,10 @@ class StringLookup(_Counting):
         words = self._values(vocabulary)
         if self._special and words[: len(self._special)] == self._special:
             words = words[len(self._special) :]
-        if len({*words}) < len(words):
-            raise ValueError(f"{self.name}: the vocabulary has a word twice.")
+        if twice := [word for word, count in Counter(words).items() if count > 1]:
+            raise ValueError(
+                f"{self.name}: the vocabulary has {twice[0]!r} twice: pass each word once."
+            )
         weights = None if idf_weights is None else np.ravel(idf_weights).tolist()[-len(words) :]
         if self.output_mode == "tf_idf" and (weights is None or len(weights) != len(words)):
             raise ValueError(f"{self.name}: tf_idf needs idf_weights, one for each word.")
@@ -378,7 +384,7 @@ class StringLookup(_Counting):
 
     def _check_words(self) -> None:
         if self._tokens is None:
-            raise RuntimeError(f"{self.name}: it has no vocabulary: call adapt, or pass one.")
+            raise RuntimeError(f"{self.name} has no vocabulary: call adapt, or pass vocabulary.")
         _refuse_trace(self)
 
     def get_config(self) -> dict[str, Any]:
@@ -466,7 +472,7 @@ class TextVectorization(StringLookup):
     def _rows(self, batch: Any) -> list[list[str]]:
         texts = np.asarray(batch)
         if texts.ndim > 1 and texts.shape[1:] != (1,):
-            raise ValueError(f"{self.name}: texts have the shape (batch,), got {texts.shape}.")
+            raise ValueError(f"{self.name}: texts must have the shape (batch,), got {texts.shape}.")
         words = [_text_of(text) for text in texts.ravel().tolist()]
         if callable(self.standardize):
             words = np.asarray(self.standardize(np.array(words, str))).tolist()
@@ -492,7 +498,10 @@ _SPLITS: dict[Any, Any] = {"whitespace": str.split, "character": list, None: lam
 
 def _refuse_trace(layer: Layer) -> None:
     if current_trace() is not None:
-        problem = "a compiled step has no words: map them before, such as in Dataset.map"
+        problem = (
+            "a compiled step cannot compute with text: call the layer before the step, such as in "
+            "Dataset.map"
+        )
         raise RuntimeError(f"{layer.name}: {problem}.")
 
 

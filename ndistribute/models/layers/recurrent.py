@@ -81,7 +81,7 @@ class SimpleRNNCell(Layer):
         super().__init__(**options)
         if recurrent_dropout:
             what = f"{self.name}: recurrent_dropout={recurrent_dropout}"
-            raise ValueError(f"{what} does not exist here: use dropout.")
+            raise ValueError(f"{what} is not supported: use dropout.")
         self.units = self.output_size = positive(units, f"{self.name}: units")
         self.step = operations.RecurrentStep(activations.get(activation))
         self.dropout, self._use_bias = rate_of(dropout, f"{self.name}: dropout"), use_bias
@@ -152,7 +152,7 @@ class LSTMCell(SimpleRNNCell):
     ) -> None:
         super().__init__(units, activation, use_bias, **options)
         if not reset_after:
-            raise ValueError(f"{self.name}: reset_after=False does not exist here: leave it out.")
+            raise ValueError(f"{self.name}: reset_after=False is not supported: leave it out.")
         self.step = self._kind(self.step.activation, activations.get(recurrent_activation))
         if unit_forget_bias and self._kind is operations.LSTMStep:
             self._starts["bias"] = functools.partial(self._forgetting, self._starts["bias"])
@@ -226,11 +226,11 @@ class RNN(Layer):
         super().__init__(**options)
         if stateful:
             raise ValueError(
-                f"{self.name}: stateful=True does not exist here: use return_state=True and pass "
+                f"{self.name}: stateful=True is not supported: use return_state=True and pass "
                 "initial_state to a call."
             )
         if not hasattr(cell, "state_size"):
-            problem = f"{self.name}: a cell needs a state_size, which {cell!r} has not."
+            problem = f"{self.name}: a cell needs a state_size, but {cell!r} has none."
             raise ValueError(f"{problem} Put an RNN around each of several cells.")
         self.cell = cell
         self.return_sequences, self.return_state = bool(return_sequences), bool(return_state)
@@ -273,7 +273,7 @@ class RNN(Layer):
         """
         first = tree.flatten(inputs)[0]
         if not first.shape[1]:
-            raise ValueError(f"{self.name}: the input has shape {first.shape}, without a step.")
+            raise ValueError(f"{self.name}: the input of shape {first.shape} has no time step.")
         states = self.get_initial_state(first) if initial_state is None else initial_state
         states = states if isinstance(states, Sequence) else [states]
         mask = tree.flatten(mask)[0]  # Of the first input.

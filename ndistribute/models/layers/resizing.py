@@ -69,7 +69,10 @@ class Cropping2D(Layer):
         (above, below), (left, right) = self.cropping
         height, width = inputs.shape[1:3]
         if above + below >= height or left + right >= width:
-            raise ValueError(f"{self.name}: images of {height} x {width} have nothing left.")
+            raise ValueError(
+                f"{self.name}: cropping {self.cropping} leaves nothing of images of {height} x "
+                f"{width}."
+            )
         return inputs[:, above : height - below, left : width - right]
 
 
@@ -142,8 +145,11 @@ class _RandomLayer(_ImageLayer):
     def _drawn(self, like: Any, low: float, high: float) -> Any:
         """Return a random number for each element, with the axes of places in images."""
         if self.seed is not None and current_trace() is not None:
-            what = f"{self.name}: a compiled step would draw with a seed just once"
-            raise ValueError(f"{what}: leave seed out, or call it before, such as in Dataset.map.")
+            what = f"{self.name}: with a seed, a compiled step would draw its numbers only once"
+            raise ValueError(
+                f"{what}: leave out seed, or call the layer before the step, such as in "
+                "Dataset.map."
+            )
         rng = random_generator(self.seed, self._generators)
         drawn = on_device(rng.random((len(like), 1, 1), dtype=np.float32))
         return drawn * (high - low) + low
@@ -169,7 +175,9 @@ class CenterCrop(_ImageLayer):
         rest = images.shape[1] - self.height, images.shape[2] - self.width
         if min(rest) < 0:
             size = f"{self.height} x {self.width}"
-            raise ValueError(f"{self.name}: images of shape {images.shape[1:]} are below {size}.")
+            raise ValueError(
+                f"{self.name}: images of shape {images.shape[1:]} are smaller than {size}."
+            )
         y, x = self._corner(rest, training)
         return images[:, y : y + self.height, x : x + self.width]
 
@@ -189,7 +197,10 @@ class RandomCrop(_RandomLayer, CenterCrop):
         if not training:
             return super()._corner(rest, training)
         if current_trace() is not None:
-            raise ValueError(f"{self.name}: crop before a compiled step, such as in Dataset.map.")
+            raise ValueError(
+                f"{self.name} cannot crop at random in a compiled step: call it before the step, "
+                "such as in Dataset.map."
+            )
         shares = self._drawn(rest, 0, 1).ravel()
         y, x = (int(share * (n + 1)) for n, share in zip(rest, shares, strict=True))
         return y, x
@@ -426,7 +437,9 @@ def _range(factor: Any, what: str) -> tuple[float, float]:
     """Return the two ends of a range; one number stands for the range from minus it to it."""
     ends = (-factor, factor) if isinstance(factor, int | float) else factor
     if not isinstance(ends, Sequence) or len(ends) != 2 or ends[0] > ends[1]:
-        raise ValueError(f"{what} must be a number, 0 or more, or a pair in order, got {factor!r}.")
+        raise ValueError(
+            f"{what} must be a number, 0 or more, or a pair (lower, upper), got {factor!r}."
+        )
     return float(ends[0]), float(ends[1])
 
 

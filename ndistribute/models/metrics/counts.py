@@ -28,7 +28,7 @@ class _Counted(Sums):
         y_true, y_pred = untrack(losses.aligned(y_true, y_pred))
         losses.check_shape(y_true, y_pred.shape)
         xp = array_namespace(y_pred)
-        if y_pred.dtype.kind in "biu":  # A bound such as 0.5 is none of these numbers.
+        if y_pred.dtype.kind in "biu":  # These dtypes cannot hold a bound such as 0.5.
             y_pred = y_pred.astype(np.float64)
         weights = xp.ones(y_pred.shape, np.float64)
         if sample_weight is not None:

@@ -12,6 +12,7 @@ import numpy as np
 from ndistribute.autodiff import untrack
 from ndistribute.devices import as_array
 from ndistribute.exports import export as _export
+from ndistribute.mistakes import count_of
 from ndistribute.models import losses
 from ndistribute.models.masks import mask_of
 from ndistribute.models.metrics.counts import AUC, Precision, Recall
@@ -47,8 +48,8 @@ class MeanMetric(Mean):
         if np.shape(values)[:1] != predicted.shape[:1]:
             raise ValueError(
                 f"metric {self.name!r} returned an array of shape {np.shape(values)} for "
-                f"{predicted.shape[0]} examples: return one value for each example, whose mean is "
-                "the metric, or one number if there are no weights."
+                f"{count_of(predicted.shape[0], 'example')}: return one value for each example, "
+                "whose mean is the metric, or one number if there are no weights."
             )
         if mask is not None:
             weight = 1 if sample_weight is None else as_array(sample_weight)

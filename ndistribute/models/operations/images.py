@@ -523,7 +523,7 @@ def _compiled_max_pool(x: Any, windows: Windows) -> tuple[Any, list[Any]]:
     parts = [tiles[:, :, row, :, column] for row, column in np.ndindex(windows.size)]
     y = functools.reduce(np.maximum, parts)
     numbers = np.arange(len(parts), dtype=np.int32)
-    best: Any = numbers[-1]  # Where all of them are NaN.
+    best: Any = numbers[-1]  # This stays where all are NaN.
     for number, part in reversed([*zip(numbers[:-1], parts, strict=False)]):
         best = np.where(part == y, number, best)
     best = type(x)(_computed_once(best.value)) if len(parts) > 1 else np.zeros((), np.int32)

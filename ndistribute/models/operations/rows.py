@@ -277,7 +277,7 @@ def softmax_cross_entropy(logits: Any, labels: Any) -> Any:
 
 def sigmoid_cross_entropy(logits: Any, labels: Any) -> Any:
     """Return the cross-entropy of two classes for each element, from logits."""
-    # Without the maximum of 0, of which the derivative at 0 would be wrong.
+    # This avoids max(x, 0), whose derivative at 0 would be wrong.
     size = np.abs(logits)
     return logits * (0.5 - labels) + 0.5 * size + np.log1p(np.exp(-size))
 
@@ -322,7 +322,7 @@ def attention(
         change = upstream @ v.swapaxes(-1, -2)
         if kept is not None:
             change *= kept
-        # The sum over keys of gradient times probability, which is shorter over the width.
+        # The sum over keys of gradient times probability: the width has fewer terms.
         along = xp.einsum("bqhd,bqhd->bhq", wide(g), y)
         change -= along[..., None]
         change *= weights
@@ -427,7 +427,10 @@ def masked_normalization(
     if mask.shape != x.shape[:-1]:
         raise ValueError(f"a mask of shape {mask.shape} does not fit an array of {x.shape}.")
     if total is not None:
-        raise ValueError("synchronized statistics leave no time steps out: remove the mask.")
+        raise ValueError(
+            "batch normalization with statistics of all replicas cannot leave out masked elements: "
+            "remove the mask."
+        )
     weights, axes = mask[..., None].astype(x.dtype), tuple(range(x.ndim - 1))
     count = np.maximum(weights.sum(), 1)
     mean = np.sum(x * weights, axes) / count
