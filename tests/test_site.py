@@ -26,7 +26,7 @@ def part():
 def test_every_page_is_in_the_sidebar(part):
     listed = [
         (DOCS / path).resolve()
-        for _, entries in part("contents").sections((DOCS / "index.md").read_text())
+        for _, entries in part("reference").sections((DOCS / "index.md").read_text())
         for _, path in entries
     ]
     assert len(listed) == len(set(listed))
@@ -49,6 +49,7 @@ def test_internal_methods_exist_and_have_no_place(part):
     classes = reference.classes()
     assert [n for n in reference.INTERNAL if not any(hasattr(kind, n) for kind in classes)] == []
     assert not reference.INTERNAL.intersection(*map(reference.members, classes))
+    assert set(classes.values()) >= reference.MADE
     assert "serial" not in reference.members(nd.Strategy)
 
 
@@ -66,6 +67,8 @@ def test_internal_methods_exist_and_have_no_place(part):
         ("fit", "Model.fit"),
         ("nd.device", "device"),
         ("device", None),
+        ("nd.layers", "layers"),
+        ("layers", None),
         ("run", None),
         ("tf.Variable", None),
         ("x = 1", None),
@@ -85,6 +88,12 @@ def test_a_constructor_shows_what_it_passes_on(part):
     assert constructor(nd.Variable) == inspect.signature(nd.Variable).replace(
         return_annotation=inspect.Signature.empty
     )
+
+
+def test_arguments_are_shown_as_a_program_writes_them(part):
+    readable = part("reference").readable
+    assert readable("(x: ~typing.Any, *args: ~typing.Any, **kw: ~typing.Any)") == "(x: Any, ...)"
+    assert readable("(dtype: Any = <class 'numpy.int64'>)") == "(dtype: Any = np.int64)"
 
 
 def test_a_drawing_becomes_boxes_lines_and_words(part):

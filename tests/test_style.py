@@ -34,7 +34,7 @@ BUDGETS = {
     "graph": 4767,
     "interop": 1137,
     "jit": 1658,
-    "launcher": 2102,
+    "launcher": 2111,
     "models": 7475,
     "optimizers": 1056,
     "parameter_server": 2190,
@@ -45,7 +45,7 @@ BUDGETS = {
     "variables": 1153,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 45624
+TESTS_BUDGET = 45645
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -22,12 +22,7 @@ _TEXT = re.compile(r"`[^`]+`|[^\s`{0}]+(?: [^\s`{0}]+)*".format("".join(LINES)))
 
 
 def svg(drawing: str, label: str) -> str:
-    """Return a drawing as SVG.
-
-    Args:
-        drawing: the lines of characters.
-        label: what it shows, for those who hear the page.
-    """
+    """Return a drawing in characters as SVG, with a label for those who hear the page."""
     rows = drawing.rstrip().splitlines()
     width, height = WIDTH * max(map(len, rows)), HEIGHT * len(rows)
     shapes = "".join([*_boxes(rows), *_lines(rows), *_texts(rows)])

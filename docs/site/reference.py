@@ -7,6 +7,7 @@ under its shortest public spelling; `targets` says where each spelling in a guid
 import inspect
 import operator
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from enum import Enum
@@ -48,8 +49,8 @@ GROUPS = {
     "models.list_variables models.load_variable models.checkpoint_reader.CheckpointReader",
     "Optimizers": "optimizers.Optimizer optimizers.* update_rules.Rule",
     "Schedules": "optimizers.schedules.LearningRateSchedule optimizers.schedules.*",
-    "Input": "Dataset data.text_lines data.make_csv_dataset DistributedDataset DistributedIterator "
-    "InputContext InputOptions InputReplicationMode AutoShardPolicy",
+    "Input": "Dataset data.text_lines data.csv_rows data.make_csv_dataset DistributedDataset "
+    "DistributedIterator InputContext InputOptions InputReplicationMode AutoShardPolicy",
     "Collectives": "ReduceOp CommunicationOptions CommunicationImplementation CrossDeviceOps "
     "NcclAllReduce RingAllReduce HierarchicalCopyAllReduce ReductionToOneDevice",
     "Devices": "Device list_devices set_logical_cpus",
@@ -61,6 +62,8 @@ GROUPS = {
     "Estimators": "estimator.* estimator.early_stopping.* estimator.feature_column.*",
     "Jobs and traces": "launcher.ray.run launcher.dask.run timeline.span timeline.counter "
     "trace_report.explain trace_report.Trace trace_report.Event",
+    "Guests": "interop.torch.* interop.jax.* interop.keras.* interop.horovod.* "
+    "interop.horovod.elastic.*",
     "TensorFlow's names": "compat.tf compat.tf1 compat.graph_supervisor.Supervisor",
     "Errors": "DistributeError AuthenticationError CheckpointCorruptError CollectiveMismatchError "
     "CollectiveTimeoutError WorkerLostError errors.*",
@@ -75,25 +78,27 @@ INTERNAL = set(
     show_line state_at summed sums take_logs timeout to_device unique_name walk weighted writer
     """.split()
 )
+# Classes whose objects come from functions and methods, so that their pages show no constructor.
+MADE = set(
+    "Dataset DistributedDataset DistributedIterator PerWorkerValue RemoteValue graph.Operation "
+    "ReplicaContext models.symbolic.SymbolicArray models.checkpoint_reader.CheckpointReader".split()
+)
 # Modules whose names stand back behind those of others, such as `graph.Variable`.
-GUESTS = ("compat", "estimator", "graph", "launcher")
+GUESTS = ("compat", "estimator", "graph", "interop", "launcher")
+# The modules for other libraries, which only conf.py imports, with functions that only the package
+# calls, and the guides in which their names stand before all others.
+INTEROP = ("interop.horovod", "interop.jax", "interop.keras", "interop.torch")
+INTERNAL_OF_INTEROP = {"in_replica", "takes"}
+GUIDES = {"from-horovod": INTEROP[:1], "guests": INTEROP[1:], "reference/guests": INTEROP}
 # What guides call an object of a class, as in `strategy.run`.
-OBJECTS = {
-    "strategy": "Strategy",
-    "context": "ReplicaContext",
-    "tape": "GradientTape",
-    "variable": "Variable",
-    "dataset": "Dataset",
-    "model": "Model",
-    "layer": "layers.Layer",
-    "metric": "metrics.Metric",
-    "optimizer": "optimizers.Optimizer",
-    "checkpoint": "Checkpoint",
-    "manager": "CheckpointManager",
-    "coordinator": "ClusterCoordinator",
-    "get_replica_context": "ReplicaContext",
-    "get_strategy": "Strategy",
-}
+OBJECTS = dict(
+    pair.split("=")
+    for pair in "strategy=Strategy get_strategy=Strategy context=ReplicaContext tape=GradientTape "
+    "get_replica_context=ReplicaContext variable=Variable dataset=Dataset model=Model "
+    "layer=layers.Layer metric=metrics.Metric optimizer=optimizers.Optimizer "
+    "checkpoint=Checkpoint manager=CheckpointManager coordinator=ClusterCoordinator".split()
+)
+METHODS = (property, cached_property, classmethod, staticmethod)
 # Methods whose name alone is clear; another single word needs its class or parentheses.
 CLEAR = {"compile", "cond", "evaluate", "fit", "logsumexp", "predict", "softmax"}
 
@@ -107,6 +112,9 @@ def find(name: str) -> Any:
 def public_names() -> dict[str, str]:
     """Return the shortest spelling of each public name, by each of its spellings."""
     spellings = dict(_exported(nd, ""))
+    for guest in INTEROP:
+        if module := sys.modules.get(f"ndistribute.{guest}"):
+            spellings |= {f"{guest}.{each}": find(f"{guest}.{each}") for each in _defined(module)}
     shortest: dict[Any, str] = {}
     for name in sorted(spellings, key=lambda name: (name.count("."), name)):
         value = spellings[name]
@@ -121,6 +129,15 @@ def _exported(module: ModuleType, prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _exported(value, f"{prefix}{name}.")
         elif not name.startswith("__"):
             yield prefix + name, value
+
+
+def _defined(module: ModuleType) -> Iterator[str]:
+    """Yield the names of the functions and classes of a module, and of those in its instances."""
+    for name, value in vars(module).items():
+        home = str(getattr(value, "__module__", None)).removeprefix("ndistribute.")
+        if name[0] != "_" and name not in INTERNAL_OF_INTEROP and home in INTEROP:
+            inside = [] if callable(value) else vars(type(value))
+            yield from [f"{name}.{each}" for each in inside if each[0] != "_"] or [name]
 
 
 @cache
@@ -142,8 +159,8 @@ def places() -> dict[str, list[str]]:
 @cache
 def classes() -> dict[type, str]:
     """Return the classes that have a page, with their names."""
-    names = [name for group in places().values() for name in group]
-    return {find(name): name for name in names if inspect.isclass(find(name))}
+    everything = ((find(name), name) for names in places().values() for name in names)
+    return {value: name for value, name in everything if inspect.isclass(value)}
 
 
 def members(kind: type) -> dict[str, type]:
@@ -157,35 +174,28 @@ def members(kind: type) -> dict[str, type]:
     for base in kind.__mro__:
         is_ours = base.__module__.partition(".")[0] == "ndistribute"
         for name, value in vars(base).items() if is_ours else ():
-            described = _is_method(value) and getattr(value, "__doc__", None)
+            is_method = inspect.isroutine(value) or isinstance(value, METHODS)
+            described = is_method and getattr(value, "__doc__", None)
             if name[0] != "_" and name not in shown and name not in hidden and described:
                 shown[name] = [kind, *(heir for heir in documented if issubclass(heir, base))][-1]
     return shown
-
-
-def _is_method(value: Any) -> bool:
-    kinds = (property, cached_property, classmethod, staticmethod)
-    return inspect.isroutine(value) or isinstance(value, kinds)
-
-
-def _rank(name: str) -> tuple[bool, int, str]:
-    """Return the rank of a spelling among those that end in the same words."""
-    return name.partition(".")[0] in GUESTS, name.count("."), name
 
 
 @cache
 def targets() -> dict[str, str]:
     """Return the page or the method that each spelling in a guide leads to.
 
-    Where two names end in the same words, such as `Variable`, the first by `_rank` has the words.
+    Where two names end in the same words, such as `Variable`, the shorter one has the words.
     """
-    leads: dict[str, str] = {}
+    leads = {module: module for group in GROUPS for module in _modules(group)}
     bare: dict[str, dict[str, type]] = {}  # The places of each last word, with their classes.
     whole = {name: name for group in places().values() for name in group} | public_names()
-    for name in sorted(whole, key=_rank):
+    for name in sorted(whole, key=lambda n: (n.partition(".")[0] in GUESTS, n.count("."), n)):
         target = whole[name]
         last, value = name.rpartition(".")[2], find(target)
         leads.setdefault(name, target)
+        if name.startswith("interop.horovod."):  # Only its guide calls names by their last words.
+            continue
         if last[0].isupper():
             leads.setdefault(last, target)
         else:
@@ -210,13 +220,19 @@ def targets() -> dict[str, str]:
     return leads
 
 
-def target(text: str) -> str | None:
-    """Return the name that a text in backticks stands for, such as ``strategy.run(step)``.
+def target(text: str, page: str = "") -> str | None:
+    """Return the name that a text in backticks stands for on a page, such as ``strategy.run(x)``.
 
     An attribute of a class may be described in its docstring alone, which only the page shows.
     """
     name = re.sub(r"\((?:[^()]|\([^()]*\))*\)", "", text)
-    short = name.removeprefix("ndistribute.").removeprefix("nd.")
+    short = re.sub(r"^(ndistribute|nd|hvd)\.", "", name)
+    guide = GUIDES.get(page.removeprefix("docs/"), ())
+    for guest in guide or [guest for guest in INTEROP if f"/nd.{guest}." in page]:
+        if f"{guest}.{short}" in targets():
+            return targets()[f"{guest}.{short}"]
+        if isinstance(op := vars(sys.modules[f"ndistribute.{guest}"]).get(short), nd.ReduceOp):
+            return f"ReduceOp.{op.name}"
     is_clear = "_" in name or "." in name or name in CLEAR or not name.islower()
     if name != text and "." not in short:
         return targets().get(f"{short}()") or targets().get(short)
@@ -226,20 +242,29 @@ def target(text: str) -> str | None:
     return targets().get(short, f"{home}.{attribute}" if is_class else None) if is_clear else None
 
 
+def readable(arguments: str) -> str:
+    """Return arguments as a program writes them, with dots for all that a function passes on."""
+    text = arguments.replace("<factory>", "...").replace("<class 'numpy.", "<class '.np.")
+    text = re.sub(r"<class '[\w.]*?\.((?:np\.)?\w+)'>", r"\1", text)
+    rest = re.sub(r"\*args: \S*Any, \*\*\w+: \S*Any", "...", text)
+    return text if rest == text else re.sub(r"~[\w.]+\.", "", rest)
+
+
 def write_pages(folder: Path) -> None:
-    """Write the pages of groups and names into a folder, and remove those of former names."""
-    pages: dict[str, str] = {}
+    """Write the pages of groups and names into a folder, in place of former ones."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
     for group, names in places().items():
-        pages[slug(group)] = _group_page(group, names)
-        pages |= {f"nd.{name}": _page(name) for name in names}
-    folder.mkdir(exist_ok=True)
-    for path in folder.iterdir():
-        if path.stem not in pages:
-            path.unlink()
-    for name, text in pages.items():
-        path = folder / f"{name}.rst"
-        if not path.exists() or path.read_text() != text:  # Sphinx reads again what is newer.
-            path.write_text(text)
+        Path(folder, f"{slug(group)}.rst").write_text(_group_page(group, names))
+        for name in names:
+            Path(folder, f"nd.{name}.rst").write_text(_page(name))
+
+
+@cache
+def group_pages() -> dict[str, str]:
+    """Return the page of the group of each name, by the page of the name."""
+    pairs = ((group, name) for group, names in places().items() for name in names)
+    return {f"docs/reference/nd.{name}": f"docs/reference/{slug(group)}" for group, name in pairs}
 
 
 def slug(group: str) -> str:
@@ -248,11 +273,29 @@ def slug(group: str) -> str:
 
 
 def _heading(title: str, mark: str = "=") -> str:
-    return f"{title}\n{mark * len(title)}\n\n"
+    return title.replace("_", "\\_") + f"\n{mark * 2 * len(title)}\n\n"
 
 
 def _toctree(entries: list[str]) -> str:
     return ".. toctree::\n   :hidden:\n\n" + "".join(f"   {entry}\n" for entry in entries) + "\n"
+
+
+def sections(page: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Yield the sections of docs/index.md, the sidebar: the caption, and each title and path."""
+    for section in re.finditer(r"^## (.+)\n((?:(?!## ).*\n?)*)", page, re.MULTILINE):
+        entries = re.findall(r"^- \[([^\]]+)\]\(([^)#]+\.md)\)", section[2], re.MULTILINE)
+        if entries:
+            yield section[1], entries
+
+
+def add_toctrees(_app: Any, docname: str, source: list[str]) -> None:
+    """Append a toctree for each section of the first page, and all names to the reference."""
+    if docname == "docs/index":
+        for caption, entries in [*sections(source[0])]:
+            links = "".join(f"{title} <{path}>\n" for title, path in entries)
+            source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{links}```\n"
+    if docname == "docs/reference":
+        source[0] += f"\n```{{eval-rst}}\n{overview()}```\n"
 
 
 def overview() -> str:
@@ -266,17 +309,23 @@ def overview() -> str:
 
 def _short(name: str) -> str:
     """Return the name that a reader knows: of modules only what `import ndistribute` lacks."""
-    return name if "compat" in name or "launcher" in name else name.rpartition(".")[2]
+    if name.startswith(("compat", "launcher", "interop")):
+        return name.removeprefix("interop.")
+    return name.rpartition(".")[2]
 
 
 def _group_page(group: str, names: list[str]) -> str:
-    """Return the table of a group: in parts, if its names are defined in several files."""
+    """Return the table of a group; that of some has a part for each file that defines names."""
+    in_parts = group in ("Layers", "Graph programs", "Estimators", "Guests")
     parts: dict[str, list[str]] = {}
     for name in names:
-        parts.setdefault(_part(name) if group in IN_PARTS else "", []).append(name)
+        parts.setdefault(_part(name) if in_parts else "", []).append(name)
     text = _heading(group) + _toctree([f"{_short(name)} <nd.{name}>" for name in names])
+    for module in _modules(group):
+        text += f".. py:module:: nd.{module}\n   :no-index-entry:\n\n"
     for part, inside in parts.items():
         text += _heading(part, "-") if part else ""
+        text += f"{_summary(sys.modules[part])}\n\n" if part in sys.modules else ""
         text += ".. list-table::\n   :class: names\n\n"
         for name in inside:
             text += f"   * - :doc:`nd.{name}`\n     - {_summary(find(name))}\n"
@@ -284,11 +333,14 @@ def _group_page(group: str, names: list[str]) -> str:
     return text
 
 
-# The groups with a heading for each file that defines some of its names.
-IN_PARTS = ("Layers", "Graph programs", "Estimators")
+def _modules(group: str) -> list[str]:
+    """Return the modules whose names are in a group."""
+    return [name.removesuffix(".*") for name in GROUPS[group].split() if name.endswith("*")]
 
 
 def _part(name: str) -> str:
+    if name.startswith("interop."):
+        return "ndistribute." + ".".join(name.split(".")[:2])
     module = getattr(find(name), "__module__", None) or "constants"
     return module.rpartition(".")[2].replace("_", " ").capitalize()
 
@@ -304,7 +356,7 @@ def _page(name: str) -> str:
     value = find(name)
     text = _heading(f"nd.{name}")
     if isinstance(value, ModuleType):
-        return text + f".. automodule:: nd.{name}\n   :no-members:\n   :no-index:\n"
+        return text + f".. automodule:: nd.{name}\n   :no-members:\n"
     if inspect.isclass(value):
         return text + _class_body(name, value)
     if isinstance(value, str):  # Autodoc would show the docstring of `str`.
@@ -317,9 +369,12 @@ def _class_body(name: str, kind: type) -> str:
     if issubclass(kind, Enum):
         return text + "".join(f"   .. autoattribute:: nd.{name}.{each.name}\n" for each in kind)
     inherited: dict[type, list[str]] = {}
-    for member, home in sorted(members(kind).items(), key=lambda item: _turn(kind, item[0])):
+    shown = [(_directive(kind, member), member, home) for member, home in members(kind).items()]
+    # Methods come first, such as `fit`, then properties, then former names; each as in the source.
+    shown.sort(key=lambda x: (x[1][:12] == "experimental", x[0] != "method", x[1] not in CLEAR))
+    for directive, member, home in shown:
         if home is kind:
-            text += f"   .. auto{_directive(kind, member)}:: nd.{name}.{member}\n"
+            text += f"   .. auto{directive}:: nd.{name}.{member}\n"
         else:
             inherited.setdefault(home, []).append(member)
     for home, names in inherited.items():
@@ -327,11 +382,6 @@ def _class_body(name: str, kind: type) -> str:
         links = ", ".join(f":py:obj:`{each} <{base}.{each}>`" for each in names)
         text += f"\n   .. rubric:: Inherited from :doc:`{base}`\n\n   {links}\n"
     return text
-
-
-def _turn(kind: type, member: str) -> tuple[bool, bool]:
-    """Return what puts methods first, then properties, then former names; each as in the source."""
-    return member.startswith("experimental_"), _directive(kind, member) != "method"
 
 
 def _directive(kind: type, member: str) -> str:
@@ -343,15 +393,12 @@ def _directive(kind: type, member: str) -> str:
 
 
 def constructor(kind: type, signature: Any = inspect.signature) -> inspect.Signature:
-    """Return the signature of a class, with what ``*args`` and ``**options`` pass to its bases.
-
-    Args:
-        kind: the class.
-        signature: reads a function's signature, as `inspect.signature` does.
-    """
+    """Return the signature of a class, with what ``*args`` and ``**options`` pass to its bases."""
     ours = [base for base in kind.__mro__ if base.__module__.startswith("ndistribute")]
     inits = [vars(base)["__init__"] for base in ours if "__init__" in vars(base)]
     makers = [vars(base)["__new__"] for base in ours if "__new__" in vars(base)]
+    if classes().get(kind) in MADE:
+        return inspect.Signature()
     if not inits and makers and ours[-1].__name__ != "Explaining":
         inits = [kind.__new__]
     lists = [[*signature(each).parameters.values()][1:] for each in inits]
@@ -378,16 +425,14 @@ def _merged(lists: list[list[inspect.Parameter]]) -> list[inspect.Parameter]:
             parameters.append(parameter)
             continue
         more = [each for each in _merged(lists[1:]) if each.name not in taken]
-        is_positional = parameter.kind is parameter.VAR_POSITIONAL
-        kinds = _POSITIONAL if is_positional else _KEYWORDS
-        parameters += [each for each in more if each.kind in kinds]
+        are_keywords = parameter.kind is parameter.VAR_KEYWORD
+        parameters += [each for each in more if (each.kind in _KEYWORDS) == are_keywords]
     return parameters
 
 
 # The arguments that a constructor passes to that of its base class, and one that it passes itself.
 PASSED_ON = {"args", "options"}
 FILLED_IN = {"head"}
-_POSITIONAL = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 _KEYWORDS = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
 
 

@@ -138,12 +138,13 @@ class JobFolder:
                 if ":" in text:  # Each worker records it.
                     events[text, 0] = min(moment, events.get((text, 0), moment))
         end = next((note for note in notes if "end" in note), None)
+        states = {task["state"] for task in tasks.values()}
         return {
             "now": time.time(),
             "job": notes[0]["job"] if notes else str(self._folder),
             "since": notes[0]["time"] if notes else None,
             "end": end,
-            "runs": end is None and any(task["state"] == "running" for task in tasks.values()),
+            "runs": end is None and not {"running", "paused"}.isdisjoint(states),
             "waits": _who_waits(tasks),
             "events": sorted((time, text) for (text, _), time in events.items())[-_MOST_EVENTS:],
             "series": series,
@@ -195,9 +196,11 @@ class JobFolder:
             if not (about := follower.about):
                 continue
             name = reapers.get((about["ppid"], about["host"]), _name(about["name"]))
-            here = "ended" if _has_ended(about) else "running"
-            state = here if about["host"] == platform.node() else ""
-            tasks.setdefault(name, _task(about["host"], state)).pop("note", None)
+            state = _process(about)
+            process = tasks.setdefault(name, _task(about["host"], state))
+            process.pop("note", None)
+            if state == "paused" and process["state"] == "running":
+                process["state"] = state
             traces.append((name, follower))
         for path in sorted(self._folder.glob("*.log"), key=os.path.getmtime):
             if task := tasks.get(_name(path.name.partition(".")[0])):
@@ -223,7 +226,7 @@ def _noted(notes: Sequence[Facts]) -> tuple[dict[str, Facts], dict[tuple[int, st
                 reapers[note["pid"], task["host"]] = name
         else:
             task["state"] = task["before"] = exit_text(note["code"]) if note["code"] else "done"
-    has_ended = bool(notes) and ("end" in notes[-1] or _has_ended(notes[0]))
+    has_ended = bool(notes) and ("end" in notes[-1] or _process(notes[0]) == "ended")
     for name, task in tasks.items():
         if has_ended and task["state"] == "running":
             task["state"] = "stopped"
@@ -248,9 +251,15 @@ def _task(host: str, state: str = "") -> Facts:
     return {"host": host, "state": state, "starts": 0, "log": ""}
 
 
-def _has_ended(about: Facts) -> bool:
-    """Return True if the process ran on this host, and no process has its number now."""
-    return about["host"] == platform.node() and not Path(f"/proc/{about['pid']}").exists()
+def _process(about: Facts) -> str:
+    """Return "running", "paused" (by SIGSTOP) or "ended"; "" if the process is on another host."""
+    if about["host"] != platform.node():
+        return ""
+    try:
+        status = Path(f"/proc/{about['pid']}/stat").read_text()
+    except OSError:
+        return "ended"
+    return "paused" if status.rpartition(")")[2].split()[0] in "Tt" else "running"
 
 
 def _who_waits(tasks: Mapping[str, Facts]) -> str:

@@ -26,7 +26,7 @@ DIFFERS = {
     "estimator.Estimator": "writes checkpoints as [folders](checkpoints.md)",
     "function": "returns its function, or with `jit_compile=True` [compiles](compiled.md) it",
     "image.resize": "resizes bilinearly or by nearest neighbours, without antialiasing",
-    "keras.Model": "runs steps as NumPy functions: see [differences from Keras](from-tensorflow.md#differences-from-keras)",
+    "keras.Model": "runs steps as NumPy functions: see [Keras](from-tensorflow.md)",
     "keras.optimizers.Optimizer": "has a number or a function as `learning_rate`, not a variable",
     "nn.conv2d": "takes images with channels last, without dilations, like the poolings",
     "random.normal": "returns other numbers than TensorFlow for a seed, like all random functions",

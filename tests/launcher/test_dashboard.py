@@ -106,6 +106,22 @@ def test_a_running_job_is_shown_and_what_is_left_of_it_later(tmp_path):
     assert set(later["series"]) == {"steps/s", "loss"}
 
 
+@pytest.mark.slow
+def test_a_paused_worker_is_the_one_that_the_others_wait_for(tmp_path):
+    with job(tmp_path) as (_, address):
+        state = state_when(address, is_training)
+        words = state["tasks"]["worker 1"]["log"].split()
+        pid = int(words[1 + next(i for i, word in enumerate(words) if "<b>pid</b>" in word)])
+        os.kill(pid, signal.SIGSTOP)
+        state = state_when(address, lambda state: state["waits"])
+        assert state["tasks"]["worker 1"]["state"] == "paused"
+        assert state["waits"].startswith("worker 0 has waited "), state["waits"]
+        assert " s for worker 1 (paused): " in state["waits"]
+        os.kill(pid, signal.SIGCONT)
+        state = state_when(address, lambda state: not state["waits"])
+        assert state["tasks"]["worker 1"]["state"] == "running"
+
+
 def test_the_page_of_a_folder_ends_with_ctrl_c(tmp_path):
     with subprocess.Popen(
         command("dashboard", tmp_path), env=environment(), stdout=subprocess.PIPE, text=True
