@@ -25,27 +25,27 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 # A change that needs more raises a number here, and its message says why.
 BUDGETS = {
     "autodiff": 2842,
-    "cluster": 663,
-    "collective": 4654,
+    "cluster": 673,
+    "collective": 4660,
     "compat": 3931,
-    "coordinator": 916,
+    "coordinator": 921,
     "data": 2916,
     "estimator": 1470,
     "graph": 4719,
     "interop": 1131,
     "jit": 1652,
-    "launcher": 2163,
+    "launcher": 2166,
     "models": 7388,
     "optimizers": 1047,
-    "parameter_server": 2190,
-    "strategies": 2373,
+    "parameter_server": 2196,
+    "strategies": 2389,
     "task": 303,
-    "top level": 3369,
-    "transport": 2022,
-    "variables": 1153,
+    "top level": 3393,
+    "transport": 2032,
+    "variables": 1154,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 45434
+TESTS_BUDGET = 45442
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.
