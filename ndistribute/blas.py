@@ -256,9 +256,9 @@ class StepThreads:
         if self.threads != self._fastest:
             self._fastest = self.threads
             _log.info(
-                "Other programs compete for the cores. With %s BLAS threads, steps took %s: they "
-                "use %d from now on. The last bits of results may differ from those of another "
-                "run, unless %s sets the number of threads.",
+                "Other programs compete for the cores. Steps with %s BLAS threads took %s, so "
+                "steps now use %d. The last bits of results may differ from those of another run. "
+                "To prevent this, set the number of threads in %s.",
                 ", ".join(map(str, means)),
                 ", ".join(f"{1e3 * mean:.3g} ms" for mean in means.values()),
                 self.threads,

@@ -23,6 +23,7 @@ from ndistribute.launcher.commands import Host, assign, is_this_machine, parse_h
 from ndistribute.launcher.elastic_job import RESTARTS
 from ndistribute.launcher.job import DEFAULT_PORT, JobOptions
 from ndistribute.launcher.launch import dry_run, launch
+from ndistribute.mistakes import count_of
 from ndistribute.version import __version__
 
 _USAGE_ERROR = 2
@@ -71,9 +72,9 @@ def parser() -> argparse.ArgumentParser:
     trace.add_argument("what", choices=("merge", "report"))
     trace.add_argument("directory", type=Path)
     trace.set_defaults(act=_trace)
-    page = "a page in the browser about a job that was run with --dashboard, or traced"
-    dashboard = commands.add_parser("dashboard", help=page, description=f"Show {page}.")
-    where = "that of --dashboard or NDISTRIBUTE_TRACE"
+    page = "show in the browser a job that was run with --dashboard, or traced"
+    dashboard = commands.add_parser("dashboard", help=page, description=f"{page.capitalize()}.")
+    where = "the job's --log-dir, or the directory of NDISTRIBUTE_TRACE"
     dashboard.add_argument("directory", type=Path, metavar="DIR", help=where)
     dashboard.set_defaults(act=_dashboard)
     return top
@@ -126,15 +127,15 @@ def _check_servers(options: argparse.Namespace) -> None:
     if options.servers is None:
         if extra:
             raise ValueError(
-                f"{extra[0]} needs parameter servers: add their number, --ps 1. To start workers "
-                "without servers, use -n."
+                f"{extra[0]} needs parameter servers: add their number, for example --ps 1. To "
+                "start workers without servers, use -n."
             )
         return
     if options.workers is None:
         raise ValueError("--ps needs the number of workers too: --workers 2 --ps 1.")
     if options.hosts is not None or options.hostfile is not None or options.mpi:
         raise ValueError(
-            "--ps starts all tasks on this machine and without MPI. On several hosts, start each "
+            "--ps starts all tasks on this machine, without MPI. On several hosts, start each "
             "task yourself, with its own TF_CONFIG: see docs/launching.md."
         )
     numbers = {"--workers": options.workers, "--ps": options.servers}
@@ -142,7 +143,7 @@ def _check_servers(options: argparse.Namespace) -> None:
         if value is not None and value <= 0:
             raise ValueError(f"{name} must be more than 0, got {value}.")
     if options.durable and options.snapshot_dir is None:
-        raise ValueError("--durable needs a directory for the log of updates: --snapshot-dir DIR.")
+        raise ValueError("--durable needs a directory for the update log: add --snapshot-dir DIR.")
 
 
 def _check_elastic(options: argparse.Namespace) -> None:
@@ -150,13 +151,14 @@ def _check_elastic(options: argparse.Namespace) -> None:
     for name, least in {"--min-workers": 1, "--max-workers": 1, "--spares": 0}.items():
         value = getattr(options, name.strip("-").replace("-", "_"))
         if value is not None and not options.elastic:
-            raise ValueError(f"{name} is for jobs whose workers come and go: add --elastic.")
+            raise ValueError(f"{name} works only in elastic jobs: add --elastic.")
         if value is not None and value < least:
             raise ValueError(f"{name} must be {least} or more, got {value}.")
     if options.elastic and (options.mpi or options.servers is not None):
         raise ValueError(
-            "--elastic starts workers alone, without MPI: MPI ends all ranks with one, and beside "
-            "servers --max-restarts starts each task again. Remove --elastic, or --mpi or --ps."
+            "--elastic works without MPI and without parameter servers. MPI ends all ranks when "
+            "one ends. In a job with servers, --max-restarts restarts each task that fails. "
+            "Remove --elastic, or --mpi or --ps."
         )
 
 
@@ -166,15 +168,15 @@ def _check_places(options: argparse.Namespace, hosts: list[Host], script: str) -
     least, most = options.min_workers or 1, options.max_workers or workers
     if not 1 <= least <= workers <= most:
         raise ValueError(
-            f"The job starts {workers} workers, of which it needs {least} to {most}: change -n or "
-            "the hosts, --min-workers or --max-workers."
+            f"The job starts {count_of(workers, 'worker')}, but --min-workers and --max-workers "
+            f"allow {least} to {most}: change them, -n or the hosts."
         )
     others = [host.name for host in hosts if not is_this_machine(host.name)]
     if options.spares and others:
-        what = f"--spares {options.spares} wait on this machine, for workers on this machine alone:"
-        raise ValueError(f"{what} pass no {others[0]}.")
+        what = f"--spares {options.spares} works only if all workers run on this machine:"
+        raise ValueError(f"{what} remove --spares, or the host {others[0]}.")
     if options.spares and (script.startswith("-") or get_importer(script) is not None):
-        raise ValueError(f"--spares run a file, or a module after -m: {script!r} is neither.")
+        raise ValueError(f"--spares needs a Python file, or a module after -m; got {script!r}.")
 
 
 def _hosts(options: argparse.Namespace) -> list[Host]:
@@ -208,7 +210,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--ps", dest="servers", type=int, metavar="P", help="number of servers")
     run.add_argument("--chief", action="store_true", help="start a chief as well")
     run.add_argument("--snapshot-dir", type=Path, metavar="D", help="directory of server snapshots")
-    run.add_argument("--snapshot-seconds", type=float, metavar="S", help="snapshot interval")
+    run.add_argument("--snapshot-seconds", type=float, metavar="S", help="save every S seconds")
     log = "servers log each update in --snapshot-dir before they acknowledge it"
     run.add_argument("--durable", action="store_true", help=log)
     how = run.add_mutually_exclusive_group()
@@ -216,26 +218,26 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     how.add_argument("--mpi", dest="mpi", action="store_true", help="through mpiexec")
     where = run.add_mutually_exclusive_group()
     where.add_argument("--hosts", metavar="A:2,B:2", help="hosts and processes on each, by ssh")
-    line = "one host per line: a slots=2; watched with --elastic"
+    line = "a file with one host per line, such as: a slots=2; --elastic follows its changes"
     where.add_argument("--hostfile", "--hosts-file", type=Path, metavar="FILE", help=line)
     run.add_argument(
         "--port", type=int, default=DEFAULT_PORT, help="the first port on each of several hosts"
     )
-    restarts = f"after failures; with --elastic, of each worker, {RESTARTS} if not given"
+    restarts = f"restart K times after failures; with --elastic, each worker (default: {RESTARTS})"
     run.add_argument("--max-restarts", type=int, metavar="K", help=restarts)
-    go_on = "a worker that ends is started again, and the others go on"
+    go_on = "restart a worker that ends, while the others continue"
     run.add_argument("--elastic", action="store_true", help=go_on)
-    fewest = "end the job with fewer (1)"
+    fewest = "end the job if fewer workers are left (default: 1)"
     run.add_argument("--min-workers", type=int, metavar="N", help=fewest)
-    run.add_argument("--max-workers", type=int, metavar="N", help="start no more")
-    in_advance = "processes that have imported in advance, for workers that are started again"
+    run.add_argument("--max-workers", type=int, metavar="N", help="never run more workers")
+    in_advance = "keep N processes that have imported in advance, to restart workers faster"
     run.add_argument("--spares", type=int, metavar="N", help=in_advance)
-    run.add_argument("--log-dir", type=Path, metavar="DIR", help="write output files here")
-    page = "show the job in the browser; what it shows is kept in --log-dir, or in a new folder"
+    run.add_argument("--log-dir", type=Path, metavar="DIR", help="write output files to DIR")
+    page = "show the job in the browser; its records stay in --log-dir, or in a new folder"
     run.add_argument("--dashboard", action="store_true", help=page)
     run.add_argument("--timeout", type=float, metavar="S", help="stop the job after S seconds")
     run.add_argument("--verbose", action="store_true", help="print whole tracebacks")
-    run.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
+    run.add_argument("--dry-run", action="store_true", help="print the commands, and run nothing")
     run.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m")
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="script.py ...")
     run.set_defaults(act=_run, mpi=False)
@@ -256,7 +258,7 @@ def _doctor(options: argparse.Namespace) -> int:
     for finding in findings:
         sys.stdout.write(f"{finding}\n")
     lacking = sum(finding.state == "missing" for finding in findings)
-    sys.stdout.write(f"\n{lacking or 'nothing'} missing that `ndistribute run` needs\n")
+    sys.stdout.write(f"\nMissing for `ndistribute run`: {lacking or 'nothing'}\n")
     return 1 if lacking else 0
 
 
@@ -274,8 +276,8 @@ def _bench(options: argparse.Namespace) -> int:
     needed = ["cloudpickle", "pytest", *(["matplotlib"] if "--plot" in options.arguments else [])]
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         raise ValueError(
-            f"the benchmarks need {' and '.join(missing)}, not installed here: run `pip install "
-            f"--editable '.[bench,test]'` in {root}."
+            f"the benchmarks need {' and '.join(missing)}, which this Python does not have: run "
+            f"`pip install --editable '.[bench,test]'` in {root}."
         )
     command = [sys.executable, "-m", f"benchmarks.{options.name}", *options.arguments]
     # No timeout: the user chooses how long a benchmark takes, and can press Ctrl-C.
@@ -286,7 +288,8 @@ def _trace(options: argparse.Namespace) -> int:
     from ndistribute.trace_report import merge, report
 
     if not options.directory.is_dir():
-        raise ValueError(f"{options.directory} is not a directory: pass NDISTRIBUTE_TRACE's.")
+        what = f"{options.directory} is not a directory:"
+        raise ValueError(f"{what} pass the one that NDISTRIBUTE_TRACE named.")
     done = merge(options.directory) if options.what == "merge" else report(options.directory)
     sys.stdout.write(f"{done}\n")
     return 0
@@ -298,6 +301,6 @@ def _dashboard(options: argparse.Namespace) -> int:
     if not options.directory.is_dir():
         raise ValueError(f"{options.directory} is not a directory: pass the job's --log-dir.")
     with serve(options.directory) as server, contextlib.suppress(KeyboardInterrupt):
-        print(f"{server.address}\nCtrl-C ends it.", flush=True)
+        print(f"{server.address}\nPress Ctrl-C to stop the dashboard.", flush=True)
         signal.pause()
     return 0

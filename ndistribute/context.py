@@ -243,8 +243,9 @@ class ReplicaContext:
             return frame
         if frame.merging:
             raise RuntimeError(
-                f"{method} was called inside merge_call, where one function acts for all replicas: "
-                "use its argument strategy instead, for example strategy.reduce(op, value)."
+                f"{method} was called inside merge_call, where one function acts for all "
+                "replicas: use the strategy that this function gets as its first argument, for "
+                "example strategy.reduce(op, value)."
             )
         raise RuntimeError(
             f"{method} of the context of replica {self.replica_id_in_sync_group} was used outside "
@@ -335,7 +336,7 @@ def refuse_beside_a_step(what: str, used: StrategyLike | None = None) -> None:
     for strategy in strategies_of_several():
         if strategy.running_on is not None and used in (None, strategy):
             raise RuntimeError(
-                f"{what} was called on thread {threading.current_thread().name!r}, which is no "
+                f"{what} was called on thread {threading.current_thread().name!r}, which is not a "
                 f"replica, while {strategy!r} runs a step. If the step started this thread, call "
                 f"{what} in the function that strategy.run executes instead."
             )

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ndistribute.errors import MissingDependencyError
+from ndistribute.mistakes import count_of
 
 Array = Any  # numpy.ndarray or cupy.ndarray; CuPy has no stubs and may not be installed.
 
@@ -121,7 +122,7 @@ def set_logical_cpus(count: int) -> None:
     >>> set_logical_cpus(1)
     """
     if count < 1:
-        raise ValueError(f"there must be at least one logical CPU, got {count}.")
+        raise ValueError(f"the number of logical CPUs must be 1 or more, got {count}.")
     _logical_cpus[:] = [count]
 
 
@@ -175,11 +176,14 @@ def resolve_devices(specs: Sequence[str | Device] | None, what: str = "devices")
                 "'ndistribute[cuda12]' or 'ndistribute[cuda13]'."
             )
         if device.kind == "tpu" and device.index >= (count := len(jax_module().local_devices())):
-            raise ValueError(f"{what}: {device} does not exist; JAX has {count} device(s).")
+            raise ValueError(
+                f"{what}: {device} does not exist; JAX has {count_of(count, 'device')}."
+            )
         if device.kind != "gpu" and devices.count(device) > 1:
             raise ValueError(
-                f"{what}: {device} is named twice. CPU devices are logical: name another, "
-                f"for example {device.kind}:0 and {device.kind}:1."
+                f"{what}: {device} is named twice: name different devices, for example "
+                f"{device.kind}:0 and {device.kind}:1. CPU devices are logical, so there may be "
+                "more of them than cores."
             )
     return devices
 
@@ -219,7 +223,7 @@ def as_array(value: Any) -> Array:
     if getattr(value, "requires_grad", False):
         raise TypeError(
             f"a {type(value).__name__} that requires a gradient was passed where an array is "
-            "needed: pass tensor.detach(), or, to differentiate through a collective, import "
+            "needed: pass tensor.detach(). To differentiate through a collective, import "
             "ndistribute.interop.torch."
         )
     return np.asarray(value)

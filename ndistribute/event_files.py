@@ -178,8 +178,8 @@ def png(pixels: Any) -> bytes:
     kinds = {1: 0, 3: 2, 4: 6}  # Grey, colours, colours with transparency.
     if pixels.ndim != 3 or pixels.dtype != np.uint8 or pixels.shape[2] not in kinds:
         raise ValueError(
-            f"an image must be uint8 of shape (height, width, 1, 3 or 4), got {pixels.dtype} of "
-            f"shape {pixels.shape}."
+            "an image must be uint8 of shape (height, width, channels) with 1, 3 or 4 channels, "
+            f"got {pixels.dtype} of shape {pixels.shape}."
         )
     height, width, channels = pixels.shape
     rows = np.zeros((height, 1 + width * channels), np.uint8)  # Each row begins with a filter, 0.

@@ -46,7 +46,7 @@ def tensor_of(array: Array) -> Any:
     """
     torch = torch_loaded()
     if torch is None:
-        raise ValueError("a state has a tensor of PyTorch: import torch before you load it.")
+        raise ValueError("the state contains a tensor of PyTorch: import torch before you load it.")
     array = np.require(array, requirements="W")
     if array.dtype.name != "bfloat16":
         return torch.from_numpy(array)

@@ -99,7 +99,7 @@ class Explaining:
             kind = type(self).__name__
             if self._needs_init and "name" not in vars(self) and not name.startswith("__"):
                 raise RuntimeError(
-                    f"{kind}.__init__ has not called super().__init__(), which it must do first."
+                    f"{kind}.__init__ has not called super().__init__(): call it first."
                 )
             if name in _INSTEAD:
                 raise AttributeError(f"{kind} has no {name}: {_INSTEAD[name]}.")
@@ -177,6 +177,7 @@ def explain_read_only(error: BaseException) -> None:
     """Add to NumPy's error for a write in place what is read-only, and what to do."""
     if isinstance(error, ValueError) and "read-only" in str(error):
         error.add_note(
-            "what a dataset or a variable gives is read-only, since others use the same memory: "
-            "change a copy, such as x = x.copy() or x = x * 2 instead of x *= 2."
+            "arrays from a dataset or a variable are read-only, because other parts of the "
+            "program use the same memory: change a copy, such as x = x.copy() or x = x * 2 instead "
+            "of x *= 2."
         )

@@ -124,7 +124,7 @@ def serialize(made: Any) -> Any:
     elif dataclasses.is_dataclass(made):
         config = {each.name: getattr(made, each.name) for each in dataclasses.fields(made)}
     else:
-        raise ValueError(f"serialize: {made!r} has no get_config, and no name.")
+        raise ValueError(f"serialize: {made!r} has neither get_config() nor a name.")
     for name, value in config.items():
         if hasattr(value, "get_config") or callable(value):
             config[name] = serialize(value)

@@ -153,7 +153,7 @@ def register(name: str, function: Function, results: Results = Results.OTHER) ->
     (8.0, 8.0)
     """
     if name in _registered and _registered[name] is not function:
-        raise ValueError(f"another function is registered as {name!r}.")
+        raise ValueError(f"another function is registered as {name!r}: choose another name.")
     _registered[name] = function
     if results is not Results.OTHER:
         _results[function] = results
@@ -252,7 +252,7 @@ def check_call(
             getattr(function, "__self__", function) is np.multiply
             or not all(isinstance(element, bytes | str) for element in value.flat)
         ):
-            raise ValueError("it computes with Python objects, and not with numbers or text.")
+            raise ValueError("it computes with Python objects instead of numbers or text.")
     elements = 1  # Of a result that has one for each tuple of elements of the arguments.
     for value in args:
         elements *= getattr(value, "size", 1)

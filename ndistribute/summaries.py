@@ -130,7 +130,7 @@ def scalar(name: str, data: Any) -> bytes:
 def histogram(name: str, data: Any, buckets: int = 30) -> bytes:
     """Write the distribution of an array's values."""
     if buckets != 30:
-        raise ValueError(f"histogram: there are always 30 buckets, got {buckets}.")
+        raise ValueError(f"histogram: buckets must be 30, got {buckets}.")
     return event_files.histogram(name, data)
 
 

@@ -100,7 +100,10 @@ def write(
     }
     text = json.dumps(described, allow_nan=False).encode()
     if len(text) > _DATA_LIMIT:
-        raise ValueError(f"{name!r} has {len(text)} bytes of plain values: save them as arrays.")
+        raise ValueError(
+            f"{name!r} has {len(text)} bytes of plain values, more than {_DATA_LIMIT}: save them "
+            "as arrays."
+        )
     _make_directory(directory)
     clear(directory, re.escape(name), claimed=name)
     numbers = [_number(path) for end in ("", ".broken") for path in paths(directory, name, end)]
@@ -222,8 +225,8 @@ def newest(directory: str | os.PathLike[str], name: str | None = None) -> Saved 
     if broken:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in broken)
         raise CheckpointCorruptError(
-            f"All generations {f'of {name!r}' if name else f'in {directory}'} are damaged. Move "
-            f"them away to start anew. {reasons}"
+            f"All generations {f'of {name!r}' if name else f'in {directory}'} are damaged. To "
+            f"start from the beginning, move them away. {reasons}"
         )
     return None
 
@@ -293,7 +296,7 @@ def claim(directory: str | os.PathLike[str], name: str, seconds: float) -> Buffe
                 raise OSError(error.errno, why, os.fspath(path)) from error
     raise OSError(
         f"Another process still used the files of {name!r} in {directory} after {seconds:g} s. "
-        "Give each job a directory of its own."
+        "Give each job its own directory."
     ) from problem
 
 
@@ -333,7 +336,7 @@ def open_regular(path: Path, limit: int = sys.maxsize, flags: int = os.O_RDONLY)
                 return open(number, "rb")
             why = f"it has {status.st_size} bytes, more than {limit}"
         os.close(number)
-    raise CheckpointCorruptError(f"{path} is no file that ndistribute wrote: {why}")
+    raise CheckpointCorruptError(f"ndistribute did not write {path}: {why}")
 
 
 def _storable(name: str, tensor: Array) -> Array:
@@ -378,8 +381,9 @@ def read(path: Path) -> Saved:
                 described = json.loads(text)
                 if described["format"] > _FORMAT:
                     raise DistributeError(
-                        f"{path} has format {described['format']}, but this version of ndistribute "
-                        f"reads format {_FORMAT}. Use a newer one, or move it away to start anew."
+                        f"{path} has format {described['format']}, but this version of "
+                        f"ndistribute reads format {_FORMAT}. Install the version that wrote it. "
+                        "To start from the beginning, move it away."
                     )
                 tensors = dict(_loaded(opened, described["dtypes"]))
         return Saved(path, float(described["saved_at"]), tensors, described["data"])

@@ -170,7 +170,7 @@ class Recorder:
             self._append(events, counts)
         except OSError as error:
             self._failed = True
-            _log.warning("tracing to %s stopped, as a write failed: %s", self._directory, error)
+            _log.warning("stopped tracing to %s: a write failed: %s", self._directory, error)
 
     def _own(self, name: str, start: int, end: int, thread: int) -> int:
         """Return the duration of a span without the spans nested in it, which ended before."""

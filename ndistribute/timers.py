@@ -30,7 +30,7 @@ class Timer:
 
     def __init__(self, steps: int | None = None, seconds: float | None = None) -> None:
         if (steps is None) == (seconds is None):
-            raise ValueError("give either a number of steps or a number of seconds.")
+            raise ValueError("pass either a number of steps or a number of seconds, not both.")
         if steps is not None and steps < 1:
             raise ValueError(f"the number of steps must be 1 or more, got {steps}.")
         self._steps, self._seconds = steps, seconds

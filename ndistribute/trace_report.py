@@ -33,7 +33,7 @@ _LATE_COST = 0.02
 
 # For each kind of work: the share of time above which the report has a sentence, and this sentence.
 _ADVICE = {
-    "wait": (0.2, "Waiting takes {:.0%}, for no one process: a larger batch makes fewer calls."),
+    "wait": (0.2, "Waiting takes {:.0%}, but nobody is late: a larger batch makes fewer calls."),
     "input": (0.15, "Input takes {:.0%}: `prefetch` prepares batches while steps compute."),
     "pull": (0.2, "Pulling variables takes {:.0%}: a larger batch pulls less often."),
     "push": (0.2, "Pushing gradients takes {:.0%}: a larger batch pushes less often."),
@@ -296,7 +296,7 @@ def explain(traces: Sequence[Trace]) -> str:
             compute  other
     rank 0     100%     0%
     <BLANKLINE>
-    One process with one replica waits for no other.
+    The job has one process with one replica, which never waits for another.
     Computing takes 100%: little of the time is lost.
     """
     seconds = max(trace.seconds for trace in traces)
@@ -305,7 +305,7 @@ def explain(traces: Sequence[Trace]) -> str:
     worst = _latest({each.name: each.cost for each in late}, seconds)
     lines = [f"{len(traces)} process{'es' * (len(traces) > 1)}, {seconds:.1f} s."]
     absent = [name for name in traces[0].names if name not in {trace.name for trace in traces}]
-    lines += [f"No trace of {', '.join(absent)}."] if absent else []
+    lines += [f"There is no trace of {', '.join(absent)}."] if absent else []
     every = {trace.name: shares(trace.events) for trace in members}
     lines += ["", *_table(every), ""]
     lines += list(_servers(members, every, seconds)) or _who_is_late(members, late, worst, seconds)
@@ -358,9 +358,9 @@ def _who_is_late(
 ) -> Iterator[str]:
     """Yield sentences on the late process, and on the kind of work in which it is slower."""
     if len(members) == 1:
-        yield "One process with one replica waits for no other."
+        yield "The job has one process with one replica, which never waits for another."
     elif not late or late[0].calls == 0:
-        yield "They have no common collective, which would show which of them is late."
+        yield "They made no common collective, so the trace cannot show which of them is late."
     elif not worst:
         yield f"None is late: over {late[0].calls} calls they wait for each other in turn."
     else:
@@ -381,7 +381,7 @@ def _who_is_late(
             "compute": f"It computes {per_step} than the others: look at what else runs on {host}, "
             "at its cores and BLAS threads (`ndistribute doctor`), or give it a smaller batch.",
             UNTRACED: f"It spends {per_step} than the others in no span: its input, its logging or "
-            "its checkpoints. Prefetch the input, or do the rest on all of them less often.",
+            "its checkpoints. Prefetch the input, or log and save less often on all processes.",
         }
         yield known.get(kind, f"It spends {per_step} than the others in `{kind}`.")
 
@@ -401,11 +401,11 @@ def _servers(
     worst = _latest(cost, seconds * sum("pull" in row for row in every.values()))
     if worst:
         part = cost[worst] / sum(cost.values())
-        yield f"Server {worst} is late: {part:.0%} of the waiting time for servers is for it."
+        yield f"Server {worst} is late: clients spend {part:.0%} of their waiting time on it."
     if worst in every:
         yield (
-            f"It works for {every[worst].get('serve', 0.0):.0%} of the time: if that is much, give "
-            "it fewer variables (`nd.partitioners`) or a faster host; otherwise look at its "
+            f"It works for {every[worst].get('serve', 0.0):.0%} of the time. If that is much, "
+            "give it fewer variables (`nd.partitioners`) or a faster host; otherwise, check its "
             "network."
         )
 

@@ -13,6 +13,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ndistribute.mistakes import count_of
 from ndistribute.values import DistributedValues
 
 Leaf = Any
@@ -92,9 +93,9 @@ def select(tree: Tree, replica: int, num_replicas: int) -> Tree:
             return leaf
         if len(leaf.values) != num_replicas:
             raise ValueError(
-                f"a {type(leaf).__name__} of {len(leaf.values)} component(s) was passed where "
-                f"there are {num_replicas} replica(s): it needs one component for each replica of "
-                "the strategy in this process."
+                f"a {type(leaf).__name__} of {count_of(len(leaf.values), 'component')} was passed "
+                f"to {count_of(num_replicas, 'replica')}: it needs one component for each replica "
+                "of the strategy in this process."
             )
         return leaf.values[replica]
 

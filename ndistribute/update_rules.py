@@ -44,12 +44,15 @@ class Rule:
         name = vars(cls).get("name")
         if not name:
             raise TypeError(
-                f"{cls.__name__} needs a `name` of its own, by which servers find the rule."
+                f"{cls.__name__} needs its own `name`, because servers find a rule by its name."
             )
         # Dataclasses with slots and notebooks create a class twice: the last one is used.
         known = _rules.setdefault(name, cls)
         if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise TypeError(f"{known.__qualname__} and {cls.__qualname__} are both named {name!r}.")
+            raise TypeError(
+                f"{known.__qualname__} and {cls.__qualname__} are both named {name!r}: give one "
+                "of them another name."
+            )
         _rules[name] = cls
 
     @property
@@ -121,7 +124,7 @@ class Rule:
             slots: arrays of the variable's shape and dtype, in the order of `slot_names`.
             rate: the result of the method `rate` for this step.
         """
-        raise NotImplementedError(f"{type(self).__name__} defines no update.")
+        raise NotImplementedError(f"{type(self).__name__} does not define update.")
 
 
 def update_whole(rule: Rule, arrays: Sequence[Array], gradient: Array, rate: Any) -> None:
@@ -179,7 +182,9 @@ def rule_named(name: str, hyperparameters: Mapping[str, float]) -> Rule:
     """Return the rule of a name; hyperparameters that are not given have their defaults."""
     kind: Any = _rules.get(name)
     if kind is None:
-        raise ValueError(f"there is no update rule {name!r} here; known are {', '.join(_rules)}.")
+        raise ValueError(
+            f"there is no update rule {name!r}; the known rules are {', '.join(_rules)}."
+        )
     return _rule_of(kind, tuple(hyperparameters.items()))
 
 
@@ -189,7 +194,7 @@ def _rule_of(kind: Any, hyperparameters: tuple[tuple[str, float], ...]) -> Rule:
     defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(kind)}
     unknown = values.keys() - defaults.keys()
     if unknown:
-        raise ValueError(f"rule {name!r} has no {', '.join(sorted(unknown))}.")
+        raise ValueError(f"rule {name!r} has no hyperparameter {', '.join(sorted(unknown))}.")
     for key, value in hyperparameters:
         if not isinstance(value, int | float):
             raise ValueError(f"{key} of rule {name!r} must be a number, got {value!r}.")
@@ -206,7 +211,9 @@ def hyperparameters_of(rule: Rule) -> tuple[str, dict[str, float]]:
     Defaults are left out.
     """
     if _rules[rule.name] is not type(rule) or not dataclasses.is_dataclass(rule):
-        raise ValueError(f"{rule!r} must be a dataclass, and the last rule with its name.")
+        raise ValueError(
+            f"{rule!r} must be a dataclass, and its class the last that was defined with its name."
+        )
     try:
         values = {f: getattr(rule, f.name) for f in dataclasses.fields(rule)}
         numbers = {f.name: float(value) for f, value in values.items() if value != f.default}

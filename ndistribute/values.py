@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from ndistribute.mistakes import count_of
+
 
 class Shown:
     """The base class of objects whose ``repr`` shows their public attributes with plain values.
@@ -96,9 +98,9 @@ class DistributedValues:
 
     def _refuse(self, what: str, *_: Any) -> NoReturn:
         raise TypeError(
-            f"{what} on a {type(self).__name__} of {len(self._values)} component(s): it has one "
-            "value per replica. Get them with strategy.local_results(value), or combine them with "
-            "strategy.reduce(op, value)."
+            f"{what} on a {type(self).__name__} of {count_of(len(self._values), 'component')}: it "
+            "has one value per replica. Get them with strategy.local_results(value), or combine "
+            "them with strategy.reduce(op, value)."
         )
 
 

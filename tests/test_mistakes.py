@@ -58,7 +58,7 @@ strategy.run(np.sqrt(2.0).item())
 strategy.run(np.sum, args=np.ones(2))
 -> ValueError: args must be a list or tuple, got ndarray | args=(x,)
 strategy.run(np.sum, args=(nd.PerReplica([1.0, 2.0, 3.0]),))
--> ValueError: 3 component(s) | 2 replica(s)
+-> ValueError: 3 components | 2 replicas
 strategy.run(lambda: strategy.run(lambda: 1.0))
 -> RuntimeError: run was called inside a replica | of 2 (cpu:
 strategy.run(lambda: {"loss": 1.0} if rank() else {"accuracy": 1.0})

@@ -25,27 +25,27 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 # A change that needs more raises a number here, and its message says why.
 BUDGETS = {
     "autodiff": 2845,
-    "cluster": 663,
-    "collective": 4654,
+    "cluster": 673,
+    "collective": 4660,
     "compat": 3965,
-    "coordinator": 916,
+    "coordinator": 921,
     "data": 2941,
     "estimator": 1504,
     "graph": 4767,
     "interop": 1137,
     "jit": 1658,
-    "launcher": 2111,
+    "launcher": 2114,
     "models": 7475,
     "optimizers": 1056,
-    "parameter_server": 2190,
-    "strategies": 2373,
+    "parameter_server": 2196,
+    "strategies": 2389,
     "task": 303,
-    "top level": 3371,
-    "transport": 2027,
-    "variables": 1153,
+    "top level": 3393,
+    "transport": 2037,
+    "variables": 1154,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 45645
+TESTS_BUDGET = 45653
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

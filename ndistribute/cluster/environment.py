@@ -195,9 +195,11 @@ class TorchrunClusterResolver(ClusterResolver):
         missing = [name for name in _OF_TORCHRUN if not environ.get(name)]
         if missing:
             raise ValueError(
-                f"torchrun did not start this process: {', '.join(missing)} is not set, only "
+                "torchrun did not start this process: the environment lacks "
+                f"{', '.join(missing)}, and has only "
                 f"{', '.join(name for name in _OF_TORCHRUN if environ.get(name)) or 'nothing'}. "
-                "Start it with `torchrun --nproc-per-node 2 script.py`, or remove the rest."
+                "Start it with `torchrun --nproc-per-node 2 script.py`, or unset the variables "
+                "that it has."
             )
         rank, size = _rank_and_size(environ, "RANK", "WORLD_SIZE")
         port = number_in(environ, "MASTER_PORT") + 1
@@ -234,8 +236,8 @@ class TPUClusterResolver(ClusterResolver):
     ) -> None:
         if tpu not in (None, "", "local"):
             raise ValueError(
-                f"TPUClusterResolver({tpu!r}): a program for a TPU runs on its hosts themselves. "
-                "Start it there, and pass '' for all hosts or 'local' for one."
+                f"TPUClusterResolver({tpu!r}): a program for a TPU must run on the hosts of that "
+                "TPU. Start it there, and pass '' for all hosts or 'local' for one."
             )
         environ = os.environ if environ is None else environ
         hosts = [name for name in environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if name]

@@ -161,7 +161,7 @@ def _client() -> Any:
         import kubernetes
     except ImportError as error:
         raise MissingDependencyError(
-            "KubernetesClusterResolver asks by the package kubernetes, which is not installed: pip "
+            "KubernetesClusterResolver needs the package kubernetes, which is not installed: pip "
             "install kubernetes, or pass override_client."
         ) from error
     kubernetes.config.load_kube_config()

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ndistribute.cluster.spec import ClusterSpec
+from ndistribute.mistakes import count_of
 
 Bootstrap = Literal["tcp", "mpi"]
 
@@ -278,7 +279,7 @@ def _check(cluster: ClusterSpec, task_type: str | None, task_id: int | None) -> 
         what = f"The task type {task_type!r} is none of {jobs}:"
         raise ValueError(f"{what} the cluster must list the address of every task, a chief's too.")
     if task_id not in cluster.task_indices(task_type):
-        what = f"The job {task_type!r} has {cluster.num_tasks(task_type)} tasks,"
+        what = f"The job {task_type!r} has {count_of(cluster.num_tasks(task_type), 'task')},"
         raise ValueError(f"{what} numbered from 0, but this process has the index {task_id}.")
 
 

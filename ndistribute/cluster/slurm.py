@@ -14,6 +14,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 
 from ndistribute.cluster.resolvers import ClusterResolver, number_in, number_of
 from ndistribute.cluster.spec import ClusterSpec
+from ndistribute.mistakes import count_of
 
 # Below the ports of outgoing connections on Linux (32768 and up). Jobs that share a node use
 # different ranges of 16 ports, chosen by their job numbers.
@@ -55,7 +56,7 @@ class SlurmClusterResolver(ClusterResolver):
     """
 
     address_hint = (
-        "The ports are those that `srun --resv-ports` reserved, else follow from the job's "
+        "The ports are those that `srun --resv-ports` reserved, or are computed from the job's "
         "number: choose others with SlurmClusterResolver(port_base=...)."
     )
 
@@ -81,14 +82,15 @@ class SlurmClusterResolver(ClusterResolver):
         elif isinstance(tasks_per_node, int):
             tasks_per_node = [tasks_per_node] * len(hosts)
         if len(hosts) != len(tasks_per_node):
-            text = f"Slurm lists {len(hosts)} nodes, but tasks for {len(tasks_per_node)} nodes."
+            nodes = count_of(len(hosts), "node")
+            text = f"Slurm lists {nodes}, but tasks for {len(tasks_per_node)}."
             raise ValueError(text)
         places = _places(tasks_per_node, environ.get("SLURM_DISTRIBUTION", "block"))
         rank = number_of(_need(environ, "SLURM_PROCID"), "SLURM_PROCID")
         _check_node([node for node, _ in places], rank, environ)
         jobs = {"worker": len(places)} if jobs is None else jobs
         if sum(jobs.values()) != len(places):
-            what = f"The jobs {dict(jobs)} have {sum(jobs.values())} tasks,"
+            what = f"The jobs {dict(jobs)} have {count_of(sum(jobs.values()), 'task')},"
             raise ValueError(f"{what} but Slurm started {len(places)}.")
         base = _port_base(environ) if port_base is None else port_base
         for port in (base, base + max(tasks_per_node) - 1):
@@ -111,7 +113,10 @@ class SlurmClusterResolver(ClusterResolver):
         on_node = self.num_accelerators()["GPU"] if per_node is None else per_node
         each = on_node // tasks if each is None else each
         if each * tasks > on_node:
-            raise RuntimeError(f"{tasks} tasks of {each} GPU(s) need more than {on_node} per node.")
+            raise RuntimeError(
+                f"{count_of(tasks, 'task')} with {count_of(each, 'GPU')} each need more than the "
+                f"{count_of(on_node, 'GPU')} of a node."
+            )
         self._accelerators = {"GPU": each}
         return ",".join(map(str, range(slot * each, (slot + 1) * each)))
 
@@ -155,8 +160,8 @@ def _places(tasks_per_node: Sequence[int], distribution: str) -> list[tuple[int,
     across_nodes = distribution.partition(":")[0].partition(",")[0].lower()
     if across_nodes not in ("block", "*", "", "cyclic"):
         raise ValueError(
-            f"SLURM_DISTRIBUTION={distribution!r} is not supported, only block and cyclic "
-            "distributions. Start the step with `srun --distribution=block`."
+            f"SLURM_DISTRIBUTION={distribution!r} is not supported: only block and cyclic "
+            "distributions are. Start the step with `srun --distribution=block`."
         )
     blocks = [(node, slot) for node, count in enumerate(tasks_per_node) for slot in range(count)]
     return sorted(blocks, key=lambda place: place[::-1]) if across_nodes == "cyclic" else blocks
@@ -164,7 +169,9 @@ def _places(tasks_per_node: Sequence[int], distribution: str) -> list[tuple[int,
 
 def _check_node(nodes: list[int], rank: int, environ: Mapping[str, str]) -> None:
     if rank >= len(nodes):
-        raise ValueError(f"SLURM_PROCID={rank}, but Slurm's nodes have {len(nodes)} tasks in all.")
+        raise ValueError(
+            f"SLURM_PROCID={rank}, but Slurm's nodes have {count_of(len(nodes), 'task')}."
+        )
     said = environ.get("SLURM_NODEID")
     if said is not None and number_in(environ, "SLURM_NODEID") != nodes[rank]:
         raise ValueError(
@@ -185,7 +192,7 @@ def _need(environ: Mapping[str, str], *names: str) -> str:
     for name in names:
         if environ.get(name):
             return environ[name]
-    what = f"Slurm did not start this process: {' and '.join(names)} are not set."
+    what = f"Slurm did not start this process: {' or '.join(names)} is not set."
     raise ValueError(f"{what} Start it with `srun --ntasks=4 python script.py`.")
 
 

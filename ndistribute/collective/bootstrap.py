@@ -96,11 +96,11 @@ class ProcessInfo:
         except (ValueError, KeyError, TypeError):
             return "it is not a worker of a group"
         if size != self.size or not 0 <= rank < size or rank == self.rank:
-            what = f"it is worker {rank} of {size}, here is worker {self.rank} of {self.size};"
+            what = f"it is worker {rank} of {size}, but this is worker {self.rank} of {self.size};"
             return f"{what} give every process the same cluster and a different index"
         # Processes of another group, and early data connections, are not refused: they try again.
         if joined and group == self.group and hello.purpose == "control":
-            return f"all {self.size} workers have joined: start the whole job again"
+            return f"all {self.size} workers have already joined: start the whole job again"
         return ""
 
 
@@ -272,9 +272,9 @@ class DataConnections:
         """Report a silent process, with the reason that a new connection to it shows."""
         address = self._addresses[rank]
         why = look_for(address) or (
-            "a new connection can be made, so the network was cut meanwhile, or loses long "
-            "packets: compare the MTUs of both hosts and of what is between them, with "
-            f"`ping -M do -s 1472 {split_address(address)[0]}`"
+            "a new connection works, so the network was cut for a time, or it loses long "
+            "packets: compare the MTUs of both hosts and of the network between them, with `ping "
+            f"-M do -s 1472 {split_address(address)[0]}`"
         )
         what = f"nothing came back on their data connection for {silence:.1f} s"
         self.cut_off(rank, f"{what}; {why}.", generation)
@@ -351,6 +351,6 @@ class DataConnections:
         reason = self.info.refusal_of(hello, joined=True)
         ours = hello.details.get("group") == self.info.group
         if not reason and ours and hello.details.get("started") != self._started:
-            what = "it has another worker 0 than this process: two jobs use the same addresses;"
+            what = "its worker 0 is not that of this process: two jobs use the same addresses;"
             return f"{what} give each its own ports, and NDISTRIBUTE_JOB_ID if no launcher sets it"
         return reason

@@ -177,7 +177,7 @@ class Communicator:
     def _timeout_of(self, options: CommunicationOptions | None) -> float:
         """Return how many seconds a call with these options waits."""
         if options is not None and options.wire_dtype is not None:
-            raise ValueError("wire_dtype has no effect in a call: give it to the strategy.")
+            raise ValueError("wire_dtype has no effect in a call: pass it to the strategy.")
         return self._timeout if options is None or not options.timeout_seconds else options.timeout
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
@@ -328,10 +328,10 @@ class Communicator:
         self.waited_since |= waits and self.has_written
         if current_trace() is not None and not self._backend.is_traced:
             raise TypeError(
-                f"{kind} in a compiled function, which each of {self.size} replicas calls for "
-                "itself: compile what has no collectives, such as the loss and its gradients, "
-                "and call apply_gradients or all_reduce after it. Under nd.TPUStrategy the whole "
-                "step is compiled."
+                f"{kind} was called in a compiled function, which each of {self.size} replicas "
+                "calls separately. Compile code without collectives, such as the loss and its "
+                "gradients, and call apply_gradients or all_reduce after it. Under "
+                "nd.TPUStrategy the whole step is compiled."
             )
         if self.part_of is None:
             self.calls_made += 1

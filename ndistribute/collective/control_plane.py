@@ -73,8 +73,8 @@ class WaitMonitor:
                 raise error
         if now >= self._deadline:
             late = plane.where.late(self._place, absent, sorted(plane.others))
-            what = f"worker {plane.rank} waited {self._call.timeout:g} s for worker(s)"
-            text = f"{what} {', '.join(map(str, late))}.{plane.star.obstacles or _LATE}"
+            what = f"worker {plane.rank} waited {self._call.timeout:g} s for"
+            text = f"{what} {_workers(late)}.{plane.star.obstacles or _LATE}"
             raise self._call.error(errors.CollectiveTimeoutError, text, late[0] if late else None)
         if now >= self._ask_at:
             self._ask_at = now + _ASK_SECONDS * max(1.0, plane.size / _ASKING_AT_ONCE)
@@ -285,8 +285,8 @@ class ControlPlane:
             raise
         if len(set(totals)) > 1:
             raise errors.CollectiveMismatchError(
-                "recover: only some workers completed a collective in which another failed, so "
-                "their variables may differ: restore them, or start the job again.",
+                "recover: some workers completed a collective in which another worker failed, so "
+                "their variables may differ. Restore them, or start the job again.",
                 op="recover",
             )
 
@@ -311,8 +311,8 @@ class ControlPlane:
                 if not (late := self.others - self.where.gone(end)):
                     break
                 if (left := deadline - time.monotonic()) <= 0:
-                    what = f"worker {self.rank} raised in a step, and waited {timeout:g} s for"
-                    text = f"{what} worker(s) {sorted(late)} to leave it.{_LATE}"
+                    what = f"worker {self.rank} raised an error in a step, and waited {timeout:g} s"
+                    text = f"{what} for {_workers(sorted(late))} to leave the step.{_LATE}"
                     error = errors.CollectiveTimeoutError(text, op="step")
                     self.abort(error, after=BEFORE_ALL)
                     raise error
@@ -390,8 +390,8 @@ class ControlPlane:
                 now = time.monotonic()
                 if now >= deadline + (0.0 if missing else _GRACE_SECONDS):
                     missing = missing or [0]  # The process has not answered.
-                    late = ", ".join(map(str, missing))
-                    text = f"{kind}: worker {self.rank} waited {timeout:g} s for worker(s) {late}."
+                    late = _workers(missing)
+                    text = f"{kind}: worker {self.rank} waited {timeout:g} s for {late}."
                     raise errors.CollectiveTimeoutError(text, rank=missing[0], op=kind)
                 if now >= ask_at or not missing:
                     self.star.post(star.Exchange(*key, {self.rank: blob}))
@@ -485,7 +485,7 @@ class ControlPlane:
             self.cut_off_at = time.monotonic()
             if 0 in self.where.departed or self._closed:
                 return
-            why = f"{why}; or it counted this process as lost, which may have been stopped"
+            why = f"{why}; or this process was stopped, and it counted this process as lost"
         self._lost.add(rank)
         reason = f"was lost: its connection to worker {0 if rank else self.rank} ended: {why}."
         lost = errors.WorkerLostError(f"{self.name_of(rank)} {reason}", rank=rank)
@@ -531,3 +531,8 @@ def _is_finished_by_all(cause: star.StepFailure, here: Place) -> bool:
     if here[0] == position:
         return here[1] <= finished
     return here[0] == position - 2 and here[1] <= cause.before
+
+
+def _workers(ranks: Iterable[int]) -> str:
+    """Return the workers' names for a message."""
+    return ", ".join(f"worker {rank}" for rank in ranks) or "the others"

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from ndistribute.collective.backend import Call, Signature
 from ndistribute.errors import CollectiveMismatchError
+from ndistribute.mistakes import count_of
 
 # Magic, generation, step, number within the step, number within the generation, a digest of the
 # call, and its description. Two cache lines.
@@ -82,8 +83,8 @@ worker 0 called broadcast(root=2). Every replica must make the same calls in the
     shown, other = (text.rstrip(b"\0").decode("ascii", "replace") for text in (words, their_words))
     call = Call(sequence, shown.partition("(")[0])
     if theirs[:4] != mine[:4]:  # These are other data, or the message of a failed call.
-        about = f"worker {their_rank} sent no collective's header to worker {my_rank},"
-        text = f"{about} which called {shown}. Do both run the same version of ndistribute?"
+        about = f"worker {their_rank} sent no header of a collective to worker {my_rank},"
+        text = f"{about} which called {shown}. Check that both run the same version of ndistribute."
         raise call.error(CollectiveMismatchError, text, their_rank)
     in_place = (step, sequence, number) == (their_step, their_sequence, their_number)
     difference = ""
@@ -111,6 +112,7 @@ def _said(kind: str, op: str | None, signature: Signature, purpose: str) -> tupl
         names = {dtype.name for dtype, _ in signature}
         dtype = names.pop() if len(names) == 1 else "mixed"
         elements = sum(math.prod(n for n in shape if isinstance(n, int)) for _, shape in signature)
-        parts.append(f"{elements} element(s) of {dtype} in {len(signature)} array(s)")
+        arrays = count_of(len(signature), "array")
+        parts.append(f"{count_of(elements, 'element')} of {dtype} in {arrays}")
     about = f" for {purpose}" if purpose else ""
     return digest, f"{kind}({', '.join(parts)}){about}".encode()

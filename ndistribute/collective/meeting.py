@@ -197,8 +197,8 @@ class Meetings:
                     if in_order and (late or not silent):
                         raise JobOver(f"the job ended before {self._task} could join it.")
                     if late:
-                        what = f"no worker of the job that {self._task} waits for answers any more"
-                        raise errors.WorkerLostError(f"{what}: they were lost. Start it again.")
+                        what = f"no worker of the job that {self._task} waits for answers"
+                        raise errors.WorkerLostError(f"{what}: all were lost. Start the job again.")
                     continue
                 if status.loop > report.loop + (not status.admits):
                     over = LoopOver(f"the job of {self._task} is past loop {report.loop}.")
@@ -427,7 +427,7 @@ class Meetings:
             for name, (peer, *_) in list(self._peers.items()):
                 if not peer.is_waiting:
                     meeting.depart(name)
-                    decision = "workers that have gone elsewhere"
+                    decision = "workers that have left for another group"
         if isinstance(decision, RosterPlan):
             for name in decision.roster.instances:
                 self._send(name, decision)
@@ -587,7 +587,7 @@ class Meetings:
 
 def _outside(arrival: Arrival) -> Redirection:
     return Redirection(
-        "NotAMember", f"the job goes on without {arrival.member.task}, which may join."
+        "NotAMember", f"the job continues without {arrival.member.task}, which may join."
     )
 
 

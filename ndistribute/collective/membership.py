@@ -290,15 +290,15 @@ class RosterMeeting:
         absent, before = self.absent, self.established
         if before is not None and self.gone.issuperset(before.instances):
             what = "every worker that had the state of the job has ended"
-            raise WorkerLostError(f"{what}. Start it again, from its last checkpoint.", op="meet")
+            raise WorkerLostError(f"{what}. Start the job from its last checkpoint.", op="meet")
         if late := [each for each in absent if each.instance not in self.silent]:
             return _named(late)
         rosters, here = self.rosters, self.arrivals.keys()
         if not all(may_go_on(roster, here, self.gone) for roster in rosters):
             if absent:
-                why = "which does not answer, and may go on elsewhere with others of the job"
+                why = "which does not answer, and may continue the job with other workers"
                 return f"{_named(absent)}, {why}"
-            return "workers that were cut off, and may have gone on since their witnesses ended"
+            return "workers that were cut off, and may have continued since their witnesses ended"
         staying = [self.arrivals[name] for name in self.members if name in here]
         members = [each.report for each in staying if not each.report.newcomer]
         last = max((report.unit for report in members), default=0)
@@ -333,7 +333,7 @@ class RosterMeeting:
         least: int,
     ) -> RosterPlan | str:
         if len(arrivals) < least:
-            return f"more workers: {len(arrivals)} are there, and min_workers is {least}"
+            return f"more workers: {len(arrivals)} of min_workers={least} came"
         members = tuple(each.member for each in arrivals)
         left = tuple(
             each for each in doubts if any(m.instance not in self.gone for m in each.absent)

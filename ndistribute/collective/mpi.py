@@ -205,8 +205,8 @@ def _finish(request: Any, seconds: float = _START_SECONDS, absent: str = _ABSENT
     pause = _SHORTEST_SLEEP
     while not request.Test():
         if time.monotonic() > deadline:
-            what = f"MPI: not all processes came within {seconds:g} s."
-            raise CollectiveTimeoutError(f"{what} Do all of them run the same script?", op="start")
+            what = f"MPI: not all processes made the strategy within {seconds:g} s."
+            raise CollectiveTimeoutError(f"{what} Check that all run the same script.", op="start")
         report.tell(absent)
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_SLEEP)

@@ -357,7 +357,7 @@ class _Group:
 
         def check() -> None:
             if time.monotonic() > deadline:
-                what = f"the GPUs were not done within {call.timeout:g} s."
+                what = f"the GPUs did not finish within {call.timeout:g} s."
                 how = "Work that takes longer needs CommunicationOptions(timeout_seconds=...)."
                 raise call.error(CollectiveTimeoutError, f"{what} {how}")
 
@@ -495,7 +495,7 @@ def _make_communicator(size: int, unique_id: bytes, rank: int) -> Any:
     for form in (unique_id, chars, tuple(unique_id)):  # CuPy 14; CuPy 13 on x86 and on Arm
         with contextlib.suppress(TypeError, OverflowError):
             return nccl_module().NcclCommunicator(size, form, rank)
-    raise MissingDependencyError("this CuPy takes no unique id that is known: use CuPy 13 or 14.")
+    raise MissingDependencyError("this CuPy has an unknown form of NCCL's ids: use CuPy 13 or 14.")
 
 
 @contextlib.contextmanager

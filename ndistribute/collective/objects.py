@@ -130,7 +130,7 @@ class _Objects(Encoder):
             return _array_of(self._arrays[first], second, third)
         kind = _class_named(first, tuple(second))
         if kind is None:
-            raise ValueError(f"{first!r} with the fields {second} is no class of this process.")
+            raise ValueError(f"{first!r} with the fields {second} is not a class of this process.")
         return kind(**dict(zip(second, third, strict=True)))
 
 
@@ -139,7 +139,7 @@ def _array_of(data: bytes, descr: Any, shape: Any) -> Any:
     if data and not dtype.hasobject:
         return np.frombuffer(data, dtype).reshape(shape)[()]
     if math.prod(shape):
-        raise ValueError(f"an array of shape {shape} without its elements.")
+        raise ValueError(f"an array of shape {shape} came without its elements.")
     return np.empty(shape, dtype)
 
 

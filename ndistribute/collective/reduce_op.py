@@ -149,7 +149,7 @@ def reduce_rows(
     array([[2.]])
     """
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
-        what = f"{op.name} of IndexedSlices is not supported, only SUM and MEAN:"
+        what = f"{op.name} of IndexedSlices is not supported, only SUM and MEAN are:"
         raise ValueError(f"{what} rows that were not passed count as zeros. Call to_dense() first.")
     values = native(rows.values)
     wide = values.astype(accumulation_dtype(op, rows.dtype), copy=False)

@@ -288,7 +288,7 @@ def _shared_memory(peers: ControlPlane, ranks: Sequence[int], head: int) -> mmap
         cards = [json.loads(blobs[rank]) for rank in ranks]
         bucket = min(card["room"] for card in cards) // len(ranks) // _PAGE * _PAGE
         if bucket < head:
-            what = f"worker {peers.rank} needs {head} bytes of shared memory, and has {bucket}:"
+            what = f"worker {peers.rank} needs {head} bytes of shared memory, and gets {bucket}:"
             share = f"the {len(ranks)} workers of a host share its memory, or half of what"
             raise DistributeError(f"{what} {share} `ulimit -v` and `ulimit -f` allow.")
         memory = _map(cards[0], len(ranks) * (_PAGE + bucket), ranks[0], peers.rank)
@@ -306,8 +306,8 @@ def _make(nbytes: int) -> int:
     try:
         return make_file(nbytes, take=False)
     except OSError as error:
-        what = f"the memory that the workers of this host share cannot be made: {error}."
-        how = "CommunicationOptions(implementation='ring') needs none."
+        what = f"the shared memory of the workers of this host cannot be created: {error}."
+        how = "Pass CommunicationOptions(implementation='ring'), which needs none."
         raise DistributeError(f"{what} {how}") from error
 
 

@@ -379,5 +379,5 @@ def _wants_nccl(devices: Sequence[Device], wish: CrossDeviceOps | None) -> bool:
         return True
     if isinstance(wish, NcclAllReduce):
         names = ", ".join(map(str, devices))
-        _log.warning("NcclAllReduce is not used, %s: %s reduce in memory", reason, names)
+        _log.warning("NcclAllReduce is not used, because %s: %s reduce in memory", reason, names)
     return False

@@ -20,6 +20,7 @@ from ndistribute.collective.headers import check_calls
 from ndistribute.collective.reduce_op import ReduceOp, reduce_arrays
 from ndistribute.devices import Array, array_namespace, copy_to, device_of, is_device_array
 from ndistribute.errors import CollectiveMismatchError, CollectiveTimeoutError, WorkerLostError
+from ndistribute.mistakes import count_of
 from ndistribute.stream import Stream, settle, write_to
 from ndistribute.timeline import recorded
 
@@ -159,8 +160,8 @@ class Rendezvous:
             if meeting is not self._meeting:
                 return
         absent = [other for other, held in enumerate(meeting.calls) if held is None]
-        whom = ", ".join(map(str, absent)) or "in the reduction"
-        what = f"replica {rank} waited {call.timeout:g} s for replica(s) {whom}."
+        whom = ", ".join(f"replica {k}" for k in absent) or "the others in the reduction"
+        what = f"replica {rank} waited {call.timeout:g} s for {whom}."
         text = f"{what} If they need more time, raise CommunicationOptions(timeout_seconds=...)."
         error = call.error(CollectiveTimeoutError, text, absent[0] if absent else None)
         with self._mutex:
@@ -170,7 +171,8 @@ class Rendezvous:
 
     def _skipped(self, call: Call, waiting: int) -> CollectiveMismatchError:
         rank, made = self._returned or (0, 0)
-        what = f"replica {rank} returned after {made} collective call(s) while replica {waiting}"
+        calls = count_of(made, "collective call")
+        what = f"replica {rank} returned after {calls} while replica {waiting}"
         text = f"{what} called {call}. Every replica must make the same calls in the same order."
         return call.error(CollectiveMismatchError, text, rank)
 

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 from ndistribute.coordinator.pickling import Pickled, dump, key_of, load
 from ndistribute.coordinator.worker import input_value, keep, kept_dataset
 from ndistribute.errors import AuthenticationError, CollectiveTimeoutError, WorkerLostError
+from ndistribute.mistakes import count_of
 
 ATTEMPTS = 4
 """How often a function runs at most if its worker is lost each time."""
@@ -119,8 +120,8 @@ class RemoteValue:
                     arrived.set()
             if not arrived.wait(timeout=timeout):
                 raise CollectiveTimeoutError(
-                    f"The result of {self.name} was not there after {timeout} s. It may still "
-                    "come; join() says if its workers are gone."
+                    f"The result of {self.name} did not come within {timeout} s. It may still "
+                    "come; join() raises an error if the workers are gone."
                 )
         if self.error is not None:
             raise self.error
@@ -210,7 +211,7 @@ class PerWorkerValue:
 
     def __next__(self) -> NoReturn:
         raise RuntimeError(
-            "The iterator of a per-worker dataset has elements on the workers alone: give it to "
+            "The iterator of a per-worker dataset has elements only on the workers: pass it to "
             "schedule, as in schedule(step, args=(iterator,)), and call next in the function."
         )
 
@@ -230,8 +231,8 @@ def _closure_for(thing: str) -> Closure:
     closure = _pickled_for.get()
     if closure is None:
         raise TypeError(
-            f"{thing} can be sent to a worker only among the args or kwargs of schedule, not in "
-            "what a function refers to; and it cannot be pickled otherwise."
+            f"{thing} can be sent to a worker only in args or kwargs of schedule, not as a name "
+            "that a function uses. It cannot be pickled in another way."
         )
     return closure
 
@@ -294,8 +295,9 @@ class ClosureQueue:
             if not self._changed.wait_for(lambda: not self._open, timeout):
                 waiting = self._waiting()
                 raise CollectiveTimeoutError(
-                    f"join: after {timeout} s {len(self._open) - waiting} function(s) still run "
-                    f"and {waiting} wait{self._who_is_away()}. They go on: join again."
+                    f"join: the functions did not end within {timeout} s; running: "
+                    f"{len(self._open) - waiting}; waiting: {waiting}{self._who_is_away()}. They "
+                    "continue: join again."
                 )
             self._raise_error()
 
@@ -310,7 +312,7 @@ class ClosureQueue:
         with self.lock:
             self.closing.set()
             if self._open:
-                self._give_up(RuntimeError("The coordinator was closed before all was over."))
+                self._give_up(RuntimeError("The coordinator was closed before all was done."))
             self._changed.notify_all()
 
     def check_process(self) -> None:
@@ -392,9 +394,9 @@ class ClosureQueue:
                 if len(lost[0].lost_on) >= ATTEMPTS:
                     self._error = WorkerLostError(
                         f"{lost[0]} was run {ATTEMPTS} times, and each time its worker was lost: "
-                        f"{', '.join(lost[0].lost_on)}. It is not run again: most likely it ends "
-                        "the process that runs it, or takes more memory than there is; see what "
-                        "those workers wrote last."
+                        f"{', '.join(lost[0].lost_on)}. It does not run again: most likely, it "
+                        "ends the process that runs it, or needs more memory than there is. See "
+                        "the last output of those workers."
                     )
                     self._error.__cause__ = problem
                     self._finish(lost[0], self._error)
@@ -406,9 +408,10 @@ class ClosureQueue:
         refused = isinstance(problem, AuthenticationError)
         if was_here and not self.closing.is_set():
             what = ", ".join(map(str, lost)) or "nothing"
-            _log.warning("%s is lost (%s); it had %s", self._workers[worker], problem, what)
+            _log.warning("%s is lost (%s); it was to run %s", self._workers[worker], problem, what)
         elif refused and not isinstance(before, AuthenticationError):
-            _log.warning("%s gets no work, for it refuses: %s", self._workers[worker], problem)
+            text = "%s refuses connections, and gets no work: %s"
+            _log.warning(text, self._workers[worker], problem)
 
     def _check_timeout(self, problem: Exception) -> None:
         if self._in_flight or not self._open:
@@ -417,12 +420,12 @@ class ClosureQueue:
         now = time.monotonic()
         self._stalled = self._stalled or now
         if all(isinstance(why, AuthenticationError) for why in self._why_away):
-            error: Exception = AuthenticationError(f"No worker let this process in: {problem}")
+            error: Exception = AuthenticationError(f"No worker accepts this process: {problem}")
         elif now - self._stalled >= self._timeout:
             error = WorkerLostError(
-                f"No worker was there for {self._timeout:g} s while {self._waiting()} "
-                f"function(s) waited{self._who_is_away()}. Start the workers again, or give "
-                "them longer by timeout_seconds."
+                f"No worker could be reached for {self._timeout:g} s while "
+                f"{count_of(self._waiting(), 'function')} waited{self._who_is_away()}. Start the "
+                "workers again, or raise timeout_seconds."
             )
         else:
             return
@@ -452,7 +455,7 @@ class ClosureQueue:
             self._give_back(flying.values())
         what = ", ".join(map(str, flying.values()))
         name = self._workers[worker]
-        _log.warning("%s waits for %s; idle workers run what it had: %s", name, why, what)
+        _log.warning("%s waits for %s; idle workers run its functions: %s", name, why, what)
 
     def is_full(self) -> bool:
         return self._waiting() >= self.capacity or self._bytes >= self.capacity_bytes
@@ -483,7 +486,7 @@ class ClosureQueue:
         before = traceback.format_exception_only(self._error)[0].strip()
         flying = {number for some in self._in_flight.values() for number in some}
         for closure in [self._open[number] for number in self._open if number not in flying]:
-            why = f"this was raised before: {before}. Schedule it again."
+            why = f"this error occurred before: {before}. Schedule it again."
             cancelled = CancelledError(f"{closure} was cancelled, since {why}")
             cancelled.__cause__ = self._error
             self._finish(closure, cancelled)

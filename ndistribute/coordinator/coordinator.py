@@ -86,7 +86,9 @@ class ClusterCoordinator:
     def __init__(self, strategy: Any, *, timeout_seconds: float | None = None) -> None:
         if self in _coordinators:
             if timeout_seconds is not None:
-                raise ValueError(f"{strategy!r} has a coordinator: pass its timeout only once.")
+                raise ValueError(
+                    f"{strategy!r} already has a coordinator: leave out timeout_seconds."
+                )
             return
         require_cloudpickle()
         self.strategy = strategy
@@ -148,7 +150,7 @@ class ClusterCoordinator:
             raise _unpicklable(closure, args, named, error) from error
         for value in closure.inputs:
             if value.owner is not self._queue:
-                raise ValueError(f"{name} got {value!r} of another coordinator: fetch it before.")
+                raise ValueError(f"{name} got {value!r} of another coordinator: pass its fetch().")
         self._queue.add(closure)
         self._wake()
         return closure.result
@@ -232,8 +234,8 @@ class ClusterCoordinator:
             pickled = dump(function)
         except Exception as error:
             raise ValueError(
-                f"{what} cannot be sent to workers: {error}. Leave out what it refers to that can "
-                "not be pickled, or make it inside of the function."
+                f"{what} cannot be sent to workers: {error}. It uses an object that cannot be "
+                "pickled: make that object inside the function, or do not use it."
             ) from error
         keyed = key_of(pickled), pickled
         if plain:
@@ -419,7 +421,7 @@ def _connectors(resolver: ClusterResolver | None, timeout: float) -> dict[str, C
     me = f"{resolver.task_type or 'chief'}:{resolver.task_id or 0}"
     if resolver.task_type not in ("chief", None):
         hint = "Give the cluster a job 'chief', or let each worker run its own loop."
-        raise ValueError(f"This process is {me}: a coordinator runs on the chief alone. {hint}")
+        raise ValueError(f"This process is {me}: a coordinator runs only on the chief. {hint}")
     if "worker" not in cluster.jobs:
         raise ValueError(f"The cluster has no workers: its jobs are {cluster.jobs}.")
     credentials = credentials_of(cluster.addresses())

@@ -171,7 +171,7 @@ class WorkerService(TaskService):
             if pickled is not None:
                 known[key] = functools.cache(functools.partial(load, pickled))
         if not known.keys() >= request.functions.keys():
-            raise MalformedError(f"{peer.name} means a function that it has not sent.")
+            raise MalformedError(f"{peer.name} refers to a function that it has not sent.")
         functions = {key: known[key] for key in request.functions}
         while len(known) > MAX_FUNCTIONS:
             del known[next(iter(known))]
@@ -195,7 +195,7 @@ class WorkerService(TaskService):
             try:
                 job()
             except Exception:  # The next job may belong to another coordinator.
-                _log.exception("%s failed beside the function that it ran", self._name)
+                _log.exception("%s failed outside the function that it ran", self._name)
             del job  # Release the arguments while no closure comes.
 
     def _run(self, peer: Any, session: _Session, order: Run, functions: dict[str, Loader]) -> None:
@@ -237,8 +237,8 @@ class WorkerService(TaskService):
             ) from error
         if pickled.nbytes > RESULT_BYTES:
             raise ValueError(
-                f"The function returned {pickled.nbytes} bytes: at most {RESULT_BYTES} "
-                "travel. Return less, or write it to a variable or a file."
+                f"The function returned {pickled.nbytes} bytes: at most {RESULT_BYTES} can be "
+                "sent. Return less, or write it to a variable or a file."
             )
         return pickled
 

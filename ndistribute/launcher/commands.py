@@ -134,7 +134,7 @@ def former_tasks_end(silence: float, task: str = "", grace: float = 0.0) -> str:
     return (
         f"left={silence + grace + 10:.0f}; "
         f'while echo "{mark}" | grep -qsFf - /proc/[0-9]*/cmdline; do '
-        '[ "$told" ] || echo "waiting for the end of the tasks of the last attempt"; told=1; '
+        '[ "$told" ] || echo "waiting until the tasks of the last attempt end"; told=1; '
         "left=$((left - 1)); [ $left -gt 0 ] || exit 1; sleep 1; done"
     )
 
@@ -179,7 +179,7 @@ def find_mpiexec() -> Mpiexec:
     beside = Path(sys.executable).parent / "mpiexec"
     path = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
     if path is None:
-        raise MissingDependencyError(f"--mpi needs mpiexec, and there is none. {_HOW}")
+        raise MissingDependencyError(f"--mpi needs mpiexec, which is not on the PATH. {_HOW}")
     command = [path, "--version"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
@@ -192,7 +192,7 @@ def find_mpiexec() -> Mpiexec:
         return Mpiexec(path, "mpich", version)
     if re.search("Open MPI|OpenRTE|prte", text, re.IGNORECASE):
         return Mpiexec(path, "openmpi", version)
-    what = f"{path} is neither MPICH's nor Open MPI's; it says {text[:80]!r}. {_HOW}"
+    what = f"{path} belongs neither to MPICH nor to Open MPI; it prints {text[:80]!r}. {_HOW}"
     raise MissingDependencyError(what)
 
 

@@ -44,7 +44,7 @@ def run(
         import distributed
         from distributed.protocol.pickle import dumps
     except ImportError as error:
-        text = "Jobs on Dask need its distributed: pip install 'ndistribute[dask]'."
+        text = "Jobs on Dask need Dask's package distributed: pip install 'ndistribute[dask]'."
         raise MissingDependencyError(text) from error
 
     def host() -> str:
@@ -65,7 +65,7 @@ def run(
             yield dask.gather(futures)
         except distributed.TimeoutError as error:
             what = f"Dask did not place {len(needs)} tasks within {placement_timeout:g} s."
-            how = f"Has it workers that were started with the resources {dict(resources or {})}?"
+            how = f"Check that it has workers with the resources {dict(resources or {})}."
             raise TimeoutError(f"{what} {how}") from error
         finally:
             dask.cancel(futures)

@@ -27,6 +27,7 @@ from ndistribute import blas
 from ndistribute.devices import list_devices
 from ndistribute.errors import MissingDependencyError
 from ndistribute.launcher.commands import find_mpiexec
+from ndistribute.mistakes import count_of
 
 State = Literal["ok", "slow", "missing", "absent"]
 
@@ -92,7 +93,7 @@ def _processor() -> Iterator[Finding]:
     python = f"{platform.python_version()} at {sys.executable}, NumPy {metadata.version('numpy')}"
     yield Finding("Python", "ok", python)
     widest = [name for name in ("avx512f", "avx2", "avx", "asimd") if name in _cpu_flags()]
-    yield Finding("processor", "ok", f"{blas.cores()} cores, {[*widest, 'no AVX'][0]}")
+    yield Finding("processor", "ok", f"{count_of(blas.cores(), 'core')}, {[*widest, 'no AVX'][0]}")
     pools = ["{internal_api} {version}, {num_threads} threads".format(**pool) for pool in _pools()]
     remedy = "pip install --force-reinstall numpy"
     yield _either("BLAS", "".join(pools[:1]), "slow", "none known", remedy)
@@ -113,9 +114,9 @@ def _threads() -> Finding:
         names = filter(os.environ.get, (*blas.THREAD_VARIABLES, "MKL_NUM_THREADS"))
         text = ", ".join(f"{name}={os.environ[name]}" for name in names)
         return Finding("BLAS threads", "ok", text)
-    bound = f"{len(blas.core_numbers())} cores"
+    bound = count_of(len(blas.core_numbers()), "core")
     if blas.cpu_quota() < len(blas.core_numbers()):
-        bound += f", of which the control group grants {blas.cpu_quota():g}"
+        bound += f", and the control group grants {blas.cpu_quota():g}"
     chosen = blas.StepThreads(blas.cores())
     factor = np.ones((512, 512), np.float32)
     end = time.perf_counter() + _TRY_SECONDS
@@ -126,8 +127,8 @@ def _threads() -> Finding:
         chosen.record(now - begun, now)
     if chosen.threads == blas.cores():
         return Finding("BLAS threads", "ok", f"{blas.cores()}: {bound}")
-    text = f"{chosen.threads}: {bound}, but other programs use them: products are faster so"
-    remedy = "end them; until then, steps do the same by trying"
+    text = f"{chosen.threads}: {bound}, but other programs use them, so fewer threads are faster"
+    remedy = "end those programs; until then, steps find the number of threads by trying"
     return Finding("BLAS threads", "slow", text, remedy)
 
 
@@ -158,7 +159,7 @@ def _jax() -> Finding:
         remedy = "for compiled steps: pip install 'ndistribute[jax]'"
         return Finding("JAX", "absent", "not installed", remedy)
     except subprocess.SubprocessError:
-        text = f"jax {version}, which opens no device: another program may have them"
+        text = f"jax {version}, which cannot open a device: another program may use it"
         return Finding("JAX", "slow", text, "end that program, or set JAX_PLATFORMS=cpu")
     kinds = Counter(said.strip().split("|")).items()
     devices = ", ".join(f"{count} x {kind}" for kind, count in kinds)
@@ -185,7 +186,7 @@ def _machine() -> Iterator[Finding]:
 def _network() -> Iterator[Finding]:
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            ports, text = f"127.0.0.1 gives free ports: {listener.getsockname()[1]}", ""
+            ports, text = f"127.0.0.1 has free ports, such as {listener.getsockname()[1]}", ""
     except OSError as error:
         ports, text = "", f"no free port on 127.0.0.1: {error.strerror}"
     yield _either("loopback", ports, "missing", text, "ip link set lo up")

@@ -155,7 +155,7 @@ class ElasticSupervisor(TaskSupervisor):
         left = left if can_restart else 0
         decided = supervisor.verdict(task, self._tasks, left, self.options.min_workers)
         if task.code and decided is Verdict.GO_ON:
-            self._say_end(task, "the others go on.")
+            self._say_end(task, "the others continue.")
         return decided
 
     def _start_again(self, task: Task) -> None:
@@ -167,5 +167,5 @@ class ElasticSupervisor(TaskSupervisor):
         task.unreached = task.unreached + 1 if task.is_away else 0
         task.restarts += task.code != PREEMPTED and not task.is_away
         left = max(0, self.restarts - task.restarts)
-        self._say_end(task, f"starting it again in {delay:g} s ({left} left).")
+        self._say_end(task, f"restarting it in {delay:g} s (restarts left: {left}).")
         self._start_later(task, delay)

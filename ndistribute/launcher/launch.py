@@ -32,6 +32,7 @@ from ndistribute.launcher.job import JobOptions
 from ndistribute.launcher.output import Console, Writer, exit_text, last_report
 from ndistribute.launcher.spare import Spares, spare_start
 from ndistribute.launcher.supervisor import JobEnd, Start, TaskSupervisor, restart_delay
+from ndistribute.mistakes import count_of
 from ndistribute.transport.listener import LISTEN_FD, listen, reserve
 
 _SNAPSHOT_DIR = "NDISTRIBUTE_SNAPSHOT_DIR"
@@ -274,9 +275,9 @@ def _report(
     again = options.verbose or label not in console.in_sight
     report = [b"[%b] %b" % (label.encode(), line) for line in lines if again]
     who = f"rank {label}" if label.isdigit() else label
-    what, then = "failed first", "; all were stopped"
+    what, then = "failed first", "; the others were stopped"
     if options.min_workers:
-        who, what = f"worker {label}", "failed and is not started again"
+        who, what = f"worker {label}", "failed and is not restarted"
     if outcome.reason == "unsaved":
         what, then = "ended without a last snapshot", ""
     last = " Its last output:" if report else ""
@@ -287,7 +288,7 @@ def _report(
     left = 0 if options.servers or options.min_workers else options.max_restarts - attempt
     if left and outcome.reason == "failed":
         once = ", once ssh reaches all hosts" if silence else ""
-        console.say(f"starting again in {restart_delay(attempt):g} s{once} ({left} left).")
+        console.say(f"restarting in {restart_delay(attempt):g} s{once} (restarts left: {left}).")
 
 
 def _open_standard_streams() -> None:
@@ -314,6 +315,7 @@ def _check_limits(processes: int) -> None:
         allowed = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0]
         if allowed != resource.RLIM_INFINITY and number > allowed:
             raise OSError(
-                f"the limit RLIMIT_{name} is {allowed} and this job of {processes} processes needs "
-                f"{number}: raise it (ulimit -{flag}), or start fewer processes."
+                f"the limit RLIMIT_{name} is {allowed} and this job of "
+                f"{count_of(processes, 'process', 'processes')} needs {number}: raise it (ulimit "
+                f"-{flag}), or start fewer processes."
             )

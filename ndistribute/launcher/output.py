@@ -216,7 +216,7 @@ class Console:
         except OSError as error:
             if path not in self._full:
                 self._full.add(path)
-                self.say(f"{path} is incomplete: {error.strerror}. The job goes on.")
+                self.say(f"{path} is incomplete: {error.strerror}. The job continues.")
 
 
 def last_report(lines: list[bytes], most: int = 200) -> list[bytes]:

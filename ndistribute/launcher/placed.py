@@ -146,7 +146,7 @@ def run_job(
     environ[JOB_ID] = job_environment(environ)[JOB_ID]
     least = options.get("min_workers", 0)
     if "min_workers" in options and (num_ps or not 0 < least <= num_workers):
-        what = f"min_workers is from 1 to the number of workers, {num_workers}, without servers"
+        what = f"min_workers must be between 1 and num_workers={num_workers}, and needs num_ps=0"
         raise ValueError(f"{what}; got {least} and {num_ps=}.")
     most = options.get("max_restarts", RESTARTS if least else 0)
     again, alone = (0, most) if num_ps or least else (most, 0)
@@ -176,7 +176,7 @@ def run_job(
         if outcome.reason == "unsaved" or attempt == again:
             raise _failure(placed[outcome.label], console.kept(outcome.label))
         attempt += 1
-        console.say(f"{outcome.label} failed: all start again ({attempt} of {again}).")
+        console.say(f"{outcome.label} failed: all tasks are restarted ({attempt} of {again}).")
 
 
 def _as_before(starts: list[Start], options: JobOptions) -> list[Start]:

@@ -80,7 +80,7 @@ def _await_order(task: int, silence: float) -> bytes | None:
 
 def _tell_of_silence(silence: str, command: Sequence[str]) -> None:
     """Write to the system's log, because the launcher's host may have vanished, and to stderr."""
-    what = f"no beat of the launcher came in {silence} s, so this task of its job was ended"
+    what = f"the launcher did not answer for {silence} s, so this task of its job was stopped"
     syslog.openlog("ndistribute", syslog.LOG_PID)
     syslog.syslog(syslog.LOG_ERR, f"{what}: {' '.join(command)[:200]}")
     os.set_blocking(2, False)  # Perhaps nobody reads it.

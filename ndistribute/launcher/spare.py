@@ -62,7 +62,7 @@ class Spares:
             if spare.has_ended():  # The next spare might end as well.
                 self._number -= 1
                 why = exit_text(spare.code())
-                self._say(f"a spare ended by itself ({why}); {self._number} left.")
+                self._say(f"a spare ended unexpectedly ({why}); spares left: {self._number}.")
             if spare.has_ended() or not spare.fits(task):
                 self._waiting.remove(spare)
                 spare.dismiss()

@@ -81,11 +81,11 @@ class JobEnd:
 class Verdict(enum.Enum):
     """What the end of a task means for the job."""
 
-    GO_ON = "the others go on"
-    AGAIN = "it is restarted, and the others go on"
-    WAIT = "it only reports the loss of another, whose own report is awaited"
+    GO_ON = "the others continue"
+    AGAIN = "it is restarted, and the others continue"
+    WAIT = "it only reports that another task was lost, whose own report is awaited"
     FAIL = "the job has failed, and all tasks are stopped"
-    FINISH = "the work is done: the other tasks get some time to end, and are stopped then"
+    FINISH = "the work is done: the other tasks have some time to end, and are then stopped"
 
 
 @dataclass(eq=False)
@@ -296,7 +296,7 @@ class TaskSupervisor:
         delay = restart_delay(task.restarts)
         task.restarts += 1
         self.restarts -= 1
-        self._say_end(task, f"starting it again in {delay:g} s ({self.restarts} left).")
+        self._say_end(task, f"restarting it in {delay:g} s (restarts left: {self.restarts}).")
         self._start_later(task, delay)
 
     def _say_end(self, task: Task, then: str) -> None:
@@ -360,7 +360,7 @@ class TaskSupervisor:
         savers = [task.start for task in self._tasks if task.start.saving and task.code is None]
         if savers:
             labels, most = ", ".join(start.label for start in savers), f"{savers[0].saving:g}"
-            self.console.say(f"waiting {most} s at most until {labels} wrote a last snapshot.")
+            self.console.say(f"waiting at most {most} s for the last snapshot of {labels}.")
 
 
 class Process:

@@ -71,9 +71,10 @@ class RunningClosure:
         self._made.discard(mark or m.Mark())
         if any(mark is None or made[:2] == mark[:2] for made in self._made):
             raise ValueError(
-                f"function {self.number} runs again, and its updates are not of the same variables "
-                "in the same order as those of the attempt before, which were made already. Let no "
-                "clock, random number or value that it reads decide which variables it updates."
+                f"function {self.number} runs again, but does not update the same variables in "
+                "the same order as the attempt before, whose updates are already made. Which "
+                "variables it updates must not depend on a clock, a random number or a value "
+                "that it reads."
             )
 
 
@@ -81,7 +82,7 @@ class RunningClosure:
 def closure(client_id: str, number: int, low_water: int = 1) -> Iterator[RunningClosure]:
     """Run a ``with`` block as a closure; an error drops the changes that it holds back."""
     if RunningClosure.current is not None:
-        raise RuntimeError("a worker runs one function at a time, and one is running.")
+        raise RuntimeError("a worker runs one function at a time, and another one is running.")
     running = RunningClosure.current = RunningClosure(client_id, number, low_water)
     try:
         yield running
@@ -259,7 +260,7 @@ class ServerClient:
             self._instances[report.instance] = replace(report, total=max(known.total, report.total))
             lost = self.lost_updates - before
         if is_news:
-            what = "%s was started again, with its first %d updates; %d are known to be lost."
+            what = "%s was restarted with its first %d updates; %d later ones are known to be lost."
             _log.warning(what, self.title, report.began, lost)
 
 

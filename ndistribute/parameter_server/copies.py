@@ -45,8 +45,8 @@ _REFILL_SECONDS = 5.0  # After a pause of this length, a copy asks again for the
 _CALL_SECONDS = 600.0
 _BATCH = 64  # Changes in one message.
 _DOES = {
-    "new": "waits for {}, which may have more",
-    "joins": "is filled from {}",
+    "new": "waits for {}, which may have more updates",
+    "joins": "copies the state of {}",
     "follows": "follows {}",
     "leads": "cannot reach {}, and nobody confirms that it has ended",
 }
@@ -336,7 +336,7 @@ class ShardCopy(StoreService):
             self._changed = True
             if request.whole and role == "joins":
                 self._turn("follows")
-                what = "%s is filled, and follows %s after %d transactions"
+                what = "%s has the state, and follows %s after %d transactions"
                 _log.warning(what, self._title, self._other.title, self.store.total)
             logs = super()._logs()
         failures.append(super()._sync(logs))
@@ -469,7 +469,7 @@ class ShardCopy(StoreService):
             self.store.start, self.store.began = epoch, self.store.total
         self._turn("leads")
         if not new:
-            what = "%s goes on alone after %d transactions: %s is gone"
+            what = "%s continues alone after %d transactions: %s is gone"
             _log.warning(what, self._title, self.store.total, self._other.title)
 
     def _drop(self) -> None:
@@ -516,7 +516,7 @@ class ShardCopy(StoreService):
         store.start, store.began = state.totals.start, state.totals.began
         store.variables.floor, store.variables.may_keep_arrays = state.floor, True
         if state.logs and self._disk is None:
-            raise DistributeError("it has no snapshot directory for its log: give it one.")
+            raise DistributeError("it has no snapshot directory for its log: pass one.")
         with self._lock:
             self.store, self._changed = store, True
             if self._disk is not None:

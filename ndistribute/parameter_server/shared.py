@@ -47,7 +47,7 @@ class SharedVariables(Variables):
         cell = self.cells.get(name)
         if cell is None:
             if not isinstance(name, str):
-                raise Refused(f"the name of a variable is text, got {name!r}.")
+                raise Refused(f"the name of a variable must be text, got {name!r}.")
             cell = self.cells.setdefault(name, Cell(None, 0, self._lock or threading.RLock()))
         return cell
 
@@ -162,8 +162,8 @@ def packed(name: str, value: Any) -> tuple[Array, str]:
         return array, ""
     if array.dtype.hasobject:
         raise Refused(
-            f"variable {name!r} holds Python objects, which cannot be kept on a disk: give it text "
-            "or numbers, or start its server without a snapshot directory."
+            f"variable {name!r} holds Python objects, which cannot be saved: give it text or "
+            "numbers, or start its server without a snapshot directory."
         )
     array = np.ascontiguousarray(array[..., None])
     return array.view(np.uint8), array.dtype.str
@@ -184,8 +184,8 @@ def _check_same(name: str, old: Any, value: Any, keeps_shape: bool) -> None:
     same_kind = old.dtype == value.dtype or old.dtype.kind == value.dtype.kind == "U"
     if (keeps_shape and old.shape != value.shape) or not same_kind:
         raise Refused(
-            f"variable {name!r} is {old.dtype} of shape {old.shape}, and the value to assign "
-            f"{value.dtype} of shape {value.shape}: a variable keeps its dtype and shape, and "
-            "all clients share it. Give one of them another name, or first drop the variables "
-            "of the servers by Session.reset(target)."
+            f"variable {name!r} is {old.dtype} of shape {old.shape}, and the value to assign is "
+            f"{value.dtype} of shape {value.shape}: a variable keeps its dtype and shape, and all "
+            "clients share it. Give one of the variables another name, or first remove all "
+            "variables of the servers with Session.reset(target)."
         )

@@ -266,18 +266,20 @@ class Disk:
                 self._checksum = int(saved.data.get("checksum", 0))
             except (msgspec.ValidationError, KeyError, TypeError, ValueError) as error:
                 raise CheckpointCorruptError(
-                    f"{saved.path} is whole, but not of this version of ndistribute ({error}): "
-                    "move it away to start anew."
+                    f"{saved.path} is complete, but another version of ndistribute wrote it "
+                    f"({error}). Install that version, or move the file away to start from the "
+                    "beginning."
                 ) from error
-            text = "%s goes on from %s of %s UTC: %d transactions are in it"
+            text = "%s continues from %s of %s UTC, which contains %d transactions"
             when = time.strftime("%F %T", time.gmtime(saved.saved_at))
             _log.warning(text, self._task, saved.path, when, self.store.total)
         numbers = [number for number in sorted(paths) if number >= first]
         if numbers != [*range(first, first + len(numbers))] or (logged and not numbers):
             raise CheckpointCorruptError(
-                f"{self._task} goes on with {self._log_path(first).name} and those after it, but "
-                f"{self._directory} has {[paths[number].name for number in numbers]}: updates that "
-                "were acknowledged are missing. Move its files away to start anew."
+                f"{self._task} needs {self._log_path(first).name} and those after it, but "
+                f"{self._directory} has {[paths[number].name for number in numbers]}: "
+                "acknowledged updates are missing. To start from the beginning, move the files "
+                "of the directory away."
             )
         filled = [n for n in numbers if paths[n].lstat().st_size or not paths[n].is_file()]
         for number in filled:
@@ -296,10 +298,11 @@ class Disk:
                         raise MalformedError(reply.message)
         except MalformedError as error:
             raise CheckpointCorruptError(
-                f"{path} does not fit the snapshot before it: {error} Move both away to start anew."
+                f"{path} does not fit the snapshot before it: {error} To start from the "
+                "beginning, move both away."
             ) from error
         made = self.store.total - before
-        _log.warning("%s made %d transactions of %s again", self._task, made, path)
+        _log.warning("%s repeated %d transactions of %s", self._task, made, path)
 
     def _log_path(self, number: int) -> Path:
         return self._directory / f"{self._stem}.{number:06d}.log"
@@ -335,11 +338,11 @@ def _requests(path: Path, later: bool, checksum: int) -> Iterator[tuple[Logged, 
             raise MalformedError("it is damaged, or another version of ndistribute wrote it.")
         if later or data.find(_MARK, start) >= 0:
             raise CheckpointCorruptError(
-                f"{path} is damaged at byte {start} of {size}: updates that were acknowledged can "
-                "not be read from there on. The file was left as it is: restore it from a copy. Or "
-                f"give those updates up: truncate -s {start} {path}, and move later logs away."
+                f"{path} is damaged at byte {start} of {size}: acknowledged updates after this "
+                "byte cannot be read. The file is unchanged: restore it from a copy. To give "
+                f"those updates up, run `truncate -s {start} {path}`, and move later logs away."
             )
-        _log.warning("%s: the last %d bytes are not whole and cut off", path, size - start)
+        _log.warning("%s: the last %d bytes were incomplete, and are cut off", path, size - start)
         os.ftruncate(file.fileno(), start)
         os.fsync(file.fileno())
 

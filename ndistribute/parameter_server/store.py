@@ -241,12 +241,12 @@ class Store:
 
     def _check_clock(self, client: str, request: m.AwaitClock) -> None:
         if request.clock < 0 or request.slack < 0 or request.count < 1:
-            raise Refused(f"{request!r}: steps and slack are from 0, the count is from 1.")
+            raise Refused(f"{request!r}: steps and slack must be at least 0, the count at least 1.")
         for (kind, name, other), (_, waits) in self._waits.items():
             same = kind is m.AwaitClock and name == request.name and other != client
             if same and waits.count != request.count:
                 why = f"{client!r} waits for {request.count}, {other!r} for {waits.count}"
-                raise Refused(f"{why} at {name!r}; all must say the same.")
+                raise Refused(f"{why} at {name!r}: all clients must wait for the same number.")
 
     def _serve(self) -> Answers:
         """Return the replies to all waiting calls whose wait is over."""

@@ -29,8 +29,8 @@ from ndistribute.transport.rpc import ClientCount, LocalClient
 _CLOSE_SECONDS = 600.0
 _LOG_BYTES = 1 << 30  # A longer log triggers a snapshot.
 MISFIT = (
-    "{} is of a strategy with replicas={}, and this strategy has replicas={}, which would start "
-    "from initial values: pass the same replicas, move the snapshots away, or name another folder."
+    "{} was written with replicas={}, and this strategy has replicas={}, so it would start from "
+    "initial values: pass the same replicas, move the snapshots away, or name another folder."
 )
 _log = logging.getLogger("ndistribute")
 
@@ -57,7 +57,7 @@ class StoreService(TaskService):
     ) -> None:
         if durability == "log" and directory is None:
             raise ValueError(
-                f'durability="log" of {task} needs a directory for its log and snapshots: give '
+                f'durability="log" of {task} needs a directory for its log and snapshots: pass '
                 'snapshot_directory, or use durability="snapshot".'
             )
         self._task, self._directory, self._seconds = task, directory, seconds
@@ -148,13 +148,13 @@ class StoreService(TaskService):
         self._writer.join(timeout=_CLOSE_SECONDS)
         if self._writer.is_alive():
             self._failed_last_snapshot = True
-            _log.error("%s still writes its last snapshot and is left to it", self._task)
+            _log.error("%s still writes its last snapshot; nothing waits for it", self._task)
         else:
             self._disk.close()
         if self._failed_last_snapshot:
             raise DistributeError(
-                f"{self._task} could not write its last snapshot to {self._directory}: what was "
-                "changed since the one before is lost. Its log says why."
+                f"{self._task} could not write its last snapshot to {self._directory}: changes "
+                "after the snapshot before it are lost. The log of this task has the reason."
             )
 
     def _misfit(self) -> str:
@@ -190,7 +190,7 @@ class StoreService(TaskService):
             except OSError as error:
                 with self._lock:  # Only a snapshot makes the state on the disk known again.
                     self._write_soon()
-                return self._not_logged(log, error, "what was changed may be lost")
+                return self._not_logged(log, error, "the change may be lost")
         return None
 
     def _broken(self) -> m.Failure | None:
@@ -203,8 +203,8 @@ class StoreService(TaskService):
     def _not_logged(self, log: UpdateLog, error: OSError, consequence: str) -> m.Failure:
         return m.Failure(
             "full",
-            f"{self._task} could not bring {log.path} to the disk ({error}): {consequence}. "
-            "It takes changes again once it could write a snapshot.",
+            f"{self._task} could not write {log.path} to the disk ({error}): {consequence}. It "
+            "accepts changes again after it has written a snapshot.",
         )
 
     def _log_shared(self, change: m.SharedChange) -> None:
@@ -275,7 +275,7 @@ class StoreService(TaskService):
         with self._lock:
             gone = self.store.clients - {*self._clients}
             answers = [answer for client in gone for answer in self.store.left(client)]
-        what = "%s counts as dead: %s was restarted, and it did not return"
+        what = "%s counts as dead, because it did not return after %s was restarted"
         for client in sorted(gone):
             _log.warning(what, client, self._task)
         _send(answers)

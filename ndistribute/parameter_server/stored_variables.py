@@ -17,6 +17,7 @@ import numpy as np
 
 from ndistribute.dtypes import PORTABLE, computing_dtype, dtype_named, kind_of
 from ndistribute.indexed_slices import IndexedSlices, sum_rows
+from ndistribute.mistakes import count_of
 from ndistribute.ownership import ArrayOwner, read_only
 from ndistribute.parameter_server import messages as m
 from ndistribute.parameter_server.messages import Apply, Done, Gradient
@@ -77,8 +78,8 @@ class Variables:
         cell = self.cells.get(name)
         if cell is None:
             raise Refused(
-                f"there is no variable {name!r} on this server; create it. If the server was "
-                "started again, what it held is lost: give servers a directory for snapshots.",
+                f"there is no variable {name!r} on this server: create it. If the server was "
+                "restarted, its variables are lost: give servers a directory for snapshots.",
                 "unknown",
             )
         return cell
@@ -172,7 +173,7 @@ class Variables:
     def _plan_aggregate(self, aggregate: Aggregation, client: str, change: m.Aggregate) -> Planned:
         if change.count < 1 or not 0 <= change.at_step < _LAST_STEP:
             numbers = f"got {change.count} and {change.at_step}"
-            raise Refused(f"{change.name!r} needs a count from 1 and a step from 0, {numbers}.")
+            raise Refused(f"{change.name!r} needs a count >= 1 and a step >= 0, {numbers}.")
         step = OptimizerStep(self, change.apply)
         aggregate.check(change.apply, change.at_step)
         others = len(aggregate.contributors) if change.at_step == aggregate.step else 0
@@ -196,7 +197,7 @@ def check_fits(
     wanted, rows = array.shape, ""
     if indices is not None:
         check_indices(name, array, indices)
-        wanted, rows = (len(indices), *array.shape[1:]), f" for {len(indices)} row(s)"
+        wanted, rows = (len(indices), *array.shape[1:]), f" for {count_of(len(indices), 'row')}"
     if (shape, dtype) != (wanted, array.dtype):
         raise Refused(
             f"variable {name!r} has shape {array.shape} and dtype {array.dtype}, got {shape} and "
@@ -222,7 +223,7 @@ def owned(array: Array) -> Array:
 def _initial(new: m.NewVariable, dtype: np.dtype[Any]) -> Array | None:
     """Return the initial value of a variable, or None if the client must send it."""
     if dtype.name not in PORTABLE:
-        raise TypeError(f"{dtype} is no dtype of a variable.")
+        raise TypeError(f"a variable cannot have the dtype {dtype}.")
     if new.initial is not None or new.fill is None:
         return owned(new.initial) if new.initial is not None else None
     with np.errstate(invalid="raise", over="raise"):
@@ -322,7 +323,7 @@ class Aggregation:
         these = dict(zip(change.names, map(_kind_of, change.gradients), strict=True))
         if these != first:
             unlike = sorted(these.items() ^ first.items())
-            raise Refused(f"gradients for step {self.step} are unlike the first ones in {unlike}.")
+            raise Refused(f"gradients for step {self.step} differ from the first ones in {unlike}.")
 
     def add(self, client: str, change: Apply, at_step: int) -> bool:
         """Add checked gradients; return False if they are late or the client's second ones."""
@@ -366,9 +367,9 @@ class Aggregation:
             return None
         return m.Failure(
             "left",
-            f"aggregate {request.name!r} had {self.peak} member(s), of which "
-            f"{self.last_to_leave!r} left last; {len(self.members)} of {request.count} needed are "
-            "there.",
+            f"aggregate {request.name!r} had {count_of(self.peak, 'member')}, and "
+            f"{self.last_to_leave!r} left last. It needs {request.count}, and has "
+            f"{len(self.members)}.",
         )
 
 
@@ -422,8 +423,9 @@ def _check_names(
     complete = gradients == len(names) == counts.count(needed) == len(slots)
     if not complete or len(set(written)) != len(written):
         raise Refused(
-            f"a step of {rule!r} needs for each variable a gradient and {needed} slot(s), and "
-            f"each name once, got {gradients} gradient(s) and {[*written]}."
+            f"a step of {rule!r} needs a gradient and {count_of(needed, 'slot')} for each "
+            f"variable, and each name once, got {count_of(gradients, 'gradient')} and "
+            f"{[*written]}."
         )
 
 

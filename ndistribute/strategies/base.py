@@ -503,8 +503,8 @@ class Strategy:
         """Make `run` raise in a forked child, which has no threads of other replicas."""
         self._turn, self.running_on = threading.RLock(), None  # Its owner may not exist here.
         self._refusal = (
-            f"was made by process {self._process}, of which this one is a fork without its "
-            "replica threads and connections: make a strategy here, or start processes by "
+            f"was made by process {self._process}. This process is a fork of it, without its "
+            "replica threads and connections: make a strategy here, or start processes with "
             "multiprocessing's method 'spawn'."
         )
         self._pool.refuse_in_fork(RuntimeError(f"{self!r} {self._refusal}"))
@@ -514,12 +514,16 @@ class Strategy:
         me = threading.get_ident()
         if self.running_on == me:
             raise RuntimeError(
-                f"{self!r} was used by the thread that runs its step, before the step ended, as in "
-                "a signal handler: let the handler set a flag or raise, and continue after run."
+                f"{self!r} was used inside its own step, by the thread that runs the step, as a "
+                "signal handler does. Let the handler set a flag or raise, and use the strategy "
+                "after run."
             )
         try:
             if not self._turn.acquire(timeout=TURN_SECONDS):
-                what = f"another thread has been running a step of {self!r} for {TURN_SECONDS:g} s."
+                what = (
+                    f"another thread has been running a step of {self!r} for {TURN_SECONDS:g} s. "
+                    "Call run from one thread at a time."
+                )
                 raise RuntimeError(what)
             self.running_on = me
             return use()
@@ -581,7 +585,7 @@ def _warn_if_alone(what: str) -> None:
         job = resolve()
         if job is not None and job.worker_index is not None and job.num_workers > 1:
             logging.getLogger("ndistribute").warning(
-                "%s uses this process alone, but it is worker %d of a job of %d. Each "
-                "trains a separate model. To train one model, use MultiWorkerMirroredStrategy().",
+                "%s uses only this process, which is worker %d of a job of %d. Each worker trains "
+                "a separate model. To train one model together, use MultiWorkerMirroredStrategy().",
                 *(what, job.worker_index, job.num_workers),
             )

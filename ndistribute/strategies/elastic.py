@@ -38,6 +38,7 @@ from ndistribute.collective.workers import Workers
 from ndistribute.data import Topology
 from ndistribute.devices import Device
 from ndistribute.errors import WorkerLostError
+from ndistribute.mistakes import count_of
 from ndistribute.strategies.elastic_input import ElasticIterator
 from ndistribute.strategies.elastic_results import LoopResults, UnitOutcome, outcome_of
 from ndistribute.strategies.elastic_state import ReplicatedState
@@ -132,9 +133,9 @@ class ElasticSession:
         self.close()
         if never and error is None:
             raise NotAMember(
-                "this worker ends, and has not joined its job, which ran when it came: its "
-                "variables are not those of the job. All workers must run the same loops over "
-                "strategy.elastic(...)."
+                "this worker ends without having joined its job, which ran before the worker "
+                "started: its variables are not those of the job. All workers must run the same "
+                "loops over strategy.elastic(...)."
             )
 
     def close(self) -> None:
@@ -158,7 +159,9 @@ class ElasticSession:
             self._hand_over()
 
     def _hand_over(self) -> None:
-        _log.warning("got SIGTERM: this worker hands over to the others after unit %d", self._unit)
+        _log.warning(
+            "got SIGTERM: this worker leaves after unit %d; the others continue", self._unit
+        )
         self.close()
         raise SystemExit(_PREEMPTED)
 
@@ -242,7 +245,7 @@ class ElasticSession:
                 self.end_loop()
                 return False
             except JobOver as error:
-                _log.error("%s It has no results.", error)
+                _log.error("%s This worker has no results.", error)
                 self.close()
                 raise SystemExit(_PREEMPTED) from None
         self._admits = True
@@ -342,7 +345,7 @@ class ElasticSession:
         if not (self._admits and self.at_batch and self.in_loop and self.rank == 0):
             return
         if self._meetings.newcomers_wait or self.size < self.limits.min_workers:
-            text = f"worker {self.rank} takes in workers that wait."
+            text = f"worker {self.rank} admits the workers that wait."
             if self.workers is not None:
                 self.workers.peers.abort(WorkerLostError(text))
             raise _NewcomersWaitError(text)
@@ -397,7 +400,7 @@ class ElasticSession:
                     self._meetings.establish(joined.plan)
                 break
             except WorkerLostError as error:  # A member of the new group was lost.
-                _log.info("the new group of workers failed (%s): they meet again", error)
+                _log.info("the new group of workers failed (%s): they form another", error)
                 suspects = self._leave_group()
         self.is_newcomer = False
         return complete
@@ -427,7 +430,7 @@ class ElasticSession:
         """Rejoin as a newcomer if this worker is at a batch of the loop, where newcomers start."""
         why = str(reason)
         if self.at_batch:
-            _log.warning("the job has gone on without this worker, which joins anew")
+            _log.warning("the job continues without this worker, which joins it again")
             self.is_newcomer = True
             try:
                 return self._meet(prepared=False, clean=False, suspects=[])
@@ -435,8 +438,8 @@ class ElasticSession:
                 why = str(error)
         self.close()
         raise NotAMember(
-            "the job has gone on without this worker, which did not answer the others for some "
-            f"time: start it again, and it joins in the loop that runs then ({why})"
+            "the job continues without this worker, because it did not answer the others for "
+            f"some time. Start it again: it then joins the loop that is running ({why})"
         ) from reason
 
     def _form(self, joined: Joined) -> None:
@@ -478,7 +481,7 @@ class ElasticSession:
             mine |= {"shared": self.share(), "unit": self._unit, "inputs": self.inputs}
             mine |= {"first_size": self._first_size, "plain": self.state.plain_states()}
         if outcome.uncounted:
-            _log.warning("metrics lack what lost workers counted in unit %d", self._unit)
+            _log.warning("metrics do not contain what lost workers counted in unit %d", self._unit)
             mine["growth"] = self.state.growth(rank)
         if fresh := self.state.fresh():
             mine["fresh"] = fresh
@@ -525,7 +528,8 @@ class ElasticSession:
         come = ", ".join(member.task for member in roster.members if member not in before)
         parts = [f"lost {lost}"] if lost else []
         parts += [f"{come} joined"] if come and before else []
-        what = f"{'; '.join(parts) or 'joined'}: {len(roster.members)} workers go on"
+        size = count_of(len(roster.members), "worker")
+        what = f"{'; '.join(parts) or 'joined'}: {size} in the job"
         self.last_change = f"membership {roster.number}" + (f": {what}" if before else "")
         level = logging.INFO if self.rank else logging.WARNING
         text = "membership %d: %s after %.0f ms"
@@ -559,9 +563,9 @@ def join_elastic_job(
         CommunicationImplementation.MPI,
     ):
         raise ValueError(
-            f"elastic=Elastic(...) and implementation={options.implementation.value!r}: a group of "
-            "MPI or NCCL cannot lose a member and go on. Leave the implementation out: workers "
-            "then use shared memory and TCP, also between GPUs."
+            f"elastic=Elastic(...) and implementation={options.implementation.value!r}: a group "
+            "of MPI or NCCL cannot continue after it has lost a member. Leave the implementation "
+            "out: workers then use shared memory and TCP, also between GPUs."
         )
     if resolver.task_type == "evaluator" or resolver.task_type is None:
         return None
@@ -569,7 +573,7 @@ def join_elastic_job(
     if index is None or not addresses or not all(addresses):
         raise ValueError(
             "elastic=Elastic(...) needs the addresses of all workers, which MPI and torchrun do "
-            "not tell: start the job with `ndistribute run --elastic`, or set TF_CONFIG."
+            "not provide: start the job with `ndistribute run --elastic`, or set TF_CONFIG."
         )
     task = f"{resolver.task_type}:{resolver.task_id}"
     return ElasticSession(addresses, index, task, limits, devices, options)

@@ -67,8 +67,9 @@ def outcome_of(reports: Sequence[WorkerReport]) -> UnitOutcome:
     if all(reports[k].prepared for k in present):
         return UnitOutcome([not new for new in newcomers], present[0], newcomers, uncounted=True)
     raise WorkerLostError(
-        "a worker was lost between two updates of one step, and no other has the state before it, "
-        "because earlier calls of this function made one update: restore the last checkpoint."
+        "a worker was lost between two updates of one step. No worker has kept the state before "
+        "this step, because earlier calls of its function made only one update. Restore the last "
+        "checkpoint."
     )
 
 
@@ -88,9 +89,9 @@ def checked_step(session: Any, step: Callable[[], T], *args: Any) -> Callable[[]
         values = _per_replica(args) if session.changes != changes else ()
         if values and not (session.input is not None and session.input.holds(values)):
             raise WorkerLostError(
-                "the workers have changed, and this step gets values that are not parts of its "
-                "loop's batch, so they cannot be cut anew: iterate over strategy.elastic(batches), "
-                "and pass run what that gives."
+                "the workers have changed, and the arguments of this step cannot be divided "
+                "again, because they are not parts of its loop's batch. Iterate over "
+                "strategy.elastic(batches), and pass its elements to run."
             )
         results = step()
         for value in _per_replica(results):
@@ -106,10 +107,10 @@ def check_complete(session: Any, value: Any, *, raises: bool) -> None:
     if all(getattr(each, "_changes", now) == now for each in _per_replica(value)):
         return
     text = (
-        f"these results of run were made before the workers changed ({session.last_change}): what "
-        "lost workers had is missing, and newcomers have none. Use them in the step that makes "
-        "them, by all_reduce or all_gather of its replica context, or keep them in a variable or a "
-        "metric."
+        f"run returned these results before the workers changed ({session.last_change}): the "
+        "results of lost workers are missing, and new workers have none. Use results in the step "
+        "that makes them, by all_reduce or all_gather of its replica context, or keep them in a "
+        "variable or a metric."
     )
     if raises:
         raise WorkerLostError(text)
@@ -179,9 +180,10 @@ class LoopResults:
         data = values.pop(0) if values else None
         if data is None:
             raise NotAMember(
-                f"{what}: it follows a loop that ended before this worker came, and the other "
-                "workers have not read it there, or it is too large or too old to be kept. Let "
-                "all workers read the same between loops, and what is large in steps of the loop."
+                f"{what} is not available: it follows a loop that ended before this worker "
+                "started. The other workers did not read it there, or it is too large or too old "
+                "to be kept. Let all workers read the same values between loops, and read large "
+                "values in steps of the loop."
             )
         value = unpack(data.tobytes())
         return tree.map_leaves(lambda x: x.copy() if isinstance(x, np.ndarray) else x, value)

@@ -94,8 +94,9 @@ class MirroredStrategy(Strategy):
             raise TypeError(what)
         if getattr(cross_device_ops, "accumulation_fn", None) is not None:
             raise ValueError(
-                "cross_device_ops has an accumulation_fn, but replicas add in the order of their "
-                "numbers: leave it out, or call cross_device_ops.reduce outside of the strategy."
+                "cross_device_ops has an accumulation_fn, but the strategy adds values in the "
+                "order of the replicas: leave it out, or call cross_device_ops.reduce outside of "
+                "the strategy."
             )
         self._cross_device_ops = cross_device_ops
         super().__init__(resolve_devices(None if devices in ([], ()) else devices))
@@ -249,9 +250,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         """Return a new variable of the kind that a policy asks for, with an initial value."""
         if self.session is not None and policy.shard_axis is not None:
             raise ValueError(
-                f"variable {policy.name!r} is cut into a shard for each replica, and a shard is "
-                "lost with its worker: make an nd.Variable, of which each worker has all, or leave "
-                "elastic out of the strategy and save checkpoints."
+                f"variable {policy.name!r} is divided into a shard for each replica, so a lost "
+                "worker would lose its shards. Create an nd.Variable, which each worker holds as "
+                "a whole, or leave elastic out of the strategy and save checkpoints."
             )
         return super().make_variable(array, policy)
 
@@ -306,8 +307,8 @@ def join_job(
     rank = resolver.worker_index
     if resolver.task_type is None:
         raise ValueError(
-            f"the task of this process is unknown, as {what} needs: pass task_type and task_id to "
-            "the resolver."
+            f"{what} needs to know the task of this process: pass task_type and task_id to the "
+            "resolver."
         )
     if rank is None:
         task = f"a task of job {resolver.task_type!r} cannot use {what}:"

@@ -29,6 +29,7 @@ from ndistribute.coordinator.coordinator import forget
 from ndistribute.coordinator.worker import keep
 from ndistribute.data import Dataset, InputContext, as_dataset
 from ndistribute.devices import Array, Device, resolve_devices
+from ndistribute.mistakes import count_of
 from ndistribute.parameter_server.client import Outcomes, ServerClient, Servers, current_closure
 from ndistribute.parameter_server.copies import serve_witness
 from ndistribute.parameter_server.messages import Accumulated, Apply, Delete, Done, Reply, Status
@@ -300,7 +301,7 @@ class ParameterServerStrategy(Strategy):
         if os.getpid() != self._process and self._cluster is not None:
             raise RuntimeError(
                 f"this process is a fork of process {self._process}, which made {self!r} and owns "
-                "its connections to servers. Make a strategy here, or start processes by "
+                "its connections to servers. Make a strategy here, or start processes with "
                 "multiprocessing's method 'spawn'."
             )
 
@@ -308,8 +309,9 @@ class ParameterServerStrategy(Strategy):
         """Return a new variable: on the servers, unless it is ON_READ and there is no chief."""
         if policy.shard_axis is not None:
             raise ValueError(
-                f"variable {policy.name!r} is to be sharded over replicas, but this strategy keeps "
-                "variables on servers: give it a variable_partitioner, or use another strategy."
+                f"variable {policy.name!r} cannot have a shard for each replica, because this "
+                "strategy keeps variables on servers: pass a variable_partitioner to the "
+                "strategy, or use another strategy."
             )
         if policy.synchronization is not VariableSynchronization.ON_READ:
             shards = number_of_shards(self._partitioner, array.shape, array.dtype)
@@ -327,8 +329,8 @@ class ParameterServerStrategy(Strategy):
         """Return the name of a new variable on the servers, and the index of its server."""
         if current_closure() is not None:
             raise RuntimeError(
-                f"variable {name!r} was created in a function that the chief sent, which may run "
-                "on any worker and more than once: create variables on the chief."
+                f"variable {name!r} was created in a function that the chief sent. Such functions "
+                "may run on any worker, and more than once: create variables on the chief."
             )
         with self._lock:
             unique, server = name, len(self._names) % len(self.servers)
@@ -478,16 +480,16 @@ class ParameterServerStrategy(Strategy):
 def _checked_replicas(replicas: int, cluster: ClusterSpec | None, mode: UpdateMode) -> int:
     """Return the number of copies of each shard; refuse what cannot work."""
     if replicas not in (1, 2):
-        raise ValueError(f"replicas is 1 or 2, the servers that keep a shard; got {replicas!r}.")
+        raise ValueError(f"replicas must be 1 or 2 servers for each shard, got {replicas!r}.")
     servers = 0 if cluster is None else cluster.num_tasks("ps")
     if replicas == 2 and servers < 2:
         raise ValueError(
-            f"replicas=2 keeps each variable on two servers, and the cluster has {servers}: start "
-            "another server, or use replicas=1."
+            "replicas=2 keeps each variable on two servers, and the cluster has "
+            f"{count_of(servers, 'server')}: start another server, or use replicas=1."
         )
     if replicas == 2 and type(mode) is not UpdateMode:
         raise ValueError(
-            "replicas=2 needs asynchronous updates, and replicas_to_aggregate and max_staleness "
+            "replicas=2 needs asynchronous updates, but replicas_to_aggregate and max_staleness "
             "make workers wait at one server: leave them out, or use replicas=1."
         )
     return replicas

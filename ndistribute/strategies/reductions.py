@@ -23,6 +23,7 @@ from ndistribute.collective.reduce_op import ReduceOp
 from ndistribute.collective.workers import Workers
 from ndistribute.devices import Array, Device, array_namespace, as_array, copy_to
 from ndistribute.indexed_slices import IndexedSlices, refuse_rows
+from ndistribute.mistakes import count_of
 from ndistribute.stream import working_on
 from ndistribute.values import DistributedValues, PerReplica
 from ndistribute.variables.policy import VariableSynchronization
@@ -43,8 +44,8 @@ def local_components(value: Any) -> tuple[Any, ...]:
             parts *= size  # All replicas share a central variable's component.
         if len(parts) != size:
             raise ValueError(
-                f"local_results got a nest in which one leaf has {size} component(s) and another "
-                f"has {len(parts)}: every leaf needs one component for each replica."
+                f"local_results got a nest in which one leaf has {count_of(size, 'component')} "
+                f"and another has {len(parts)}: every leaf needs one component for each replica."
             )
         columns.append(parts)
     return tuple(tree.unflatten(value, [parts[i] for parts in columns]) for i in range(size))
@@ -106,8 +107,8 @@ def _components(leaf: Any, replicas: int, where: str = "strategy") -> Sequence[A
     parts: Sequence[Any] = leaf.values
     if len(parts) != replicas:
         raise ValueError(
-            f"a {type(leaf).__name__} has {len(parts)} component(s), but the {where} has "
-            f"{replicas} replica(s): pass one component for each replica."
+            f"a {type(leaf).__name__} has {count_of(len(parts), 'component')}, but the {where} "
+            f"has {count_of(replicas, 'replica')}: pass one component for each replica."
         )
     return parts
 

@@ -147,9 +147,9 @@ def _name_missing(workers: Workers, broken: Exception) -> None:
         workers.peers.exchange("step", b"", min(seconds, _ANSWER_SECONDS))
     except CollectiveTimeoutError as error:
         raise CollectiveTimeoutError(
-            f"a compiled step of worker {workers.rank} was broken off, and worker {error.rank} "
-            f"does not answer: it runs other code, or was not there in {seconds:g} s. Every worker "
-            "must run the same steps; if it needs more time, raise "
+            f"a compiled step of worker {workers.rank} was interrupted, because worker "
+            f"{error.rank} does not answer: it runs other code, or did not begin the step within "
+            f"{seconds:g} s. Every worker must run the same steps. If they need more time, raise "
             "CommunicationOptions(timeout_seconds=...). Start the job again from its last "
             "checkpoint.",
             rank=error.rank,
@@ -237,8 +237,8 @@ def _connected(resolver: ClusterResolver, options: CommunicationOptions | None) 
     if place != (workers.rank, workers.size):
         workers.close()
         raise RuntimeError(
-            f"JAX has process {place[0]} of {place[1]} where the cluster has worker "
-            f"{workers.rank} of {workers.size}: let TPUStrategy connect JAX's processes."
+            f"this is process {place[0]} of {place[1]} for JAX, but worker {workers.rank} of "
+            f"{workers.size} in the cluster: let TPUStrategy connect JAX's processes."
         )
     counts = Counter(device.process_index for device in jax.devices())
     workers.identities = [["tpu"] * counts[k] for k in range(workers.size)]

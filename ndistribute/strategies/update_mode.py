@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 
 from ndistribute.errors import CollectiveTimeoutError
+from ndistribute.mistakes import count_of
 from ndistribute.parameter_server.client import Servers, Then
 from ndistribute.parameter_server.messages import Aggregate, Apply, AwaitClock, AwaitStep, Outcome
 
@@ -50,7 +51,7 @@ def update_mode_of(
         )
     if max_staleness is not None:
         if replicas_to_aggregate is not None:
-            raise ValueError("give replicas_to_aggregate or max_staleness, not both.")
+            raise ValueError("pass replicas_to_aggregate or max_staleness, not both.")
         if max_staleness < 0:
             raise ValueError(f"max_staleness must be 0 or more, got {max_staleness}.")
         return _Bounded(max_staleness, workers)
@@ -59,7 +60,8 @@ def update_mode_of(
     if not 1 <= needed <= total <= workers:
         raise ValueError(
             f"replicas_to_aggregate={needed} and total_num_replicas={total}: both must be between "
-            f"1 and the cluster's {workers} worker(s), and the first no larger than the second."
+            f"1 and the number of workers in the cluster, {workers}, and the first must not "
+            "exceed the second."
         )
     return _Synchronous(needed, timeout)
 
@@ -88,7 +90,7 @@ class _Bounded(UpdateMode):
         self._wait(servers)
 
     def _wait(self, servers: Servers) -> None:
-        with _naming(f"worker(s) that are more than {self._slack} step(s) behind"):
+        with _naming(f"workers that are more than {count_of(self._slack, 'step')} behind"):
             wait = AwaitClock(f"{self.namespace}workers", self._clock, self._slack, self._workers)
             # A restarted worker continues from the step of the others.
             self._clock = servers.ask({0: wait})[0].value

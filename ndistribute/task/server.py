@@ -278,7 +278,7 @@ class Server:
         every = seconds_of(environ, "NDISTRIBUTE_SNAPSHOT_SECONDS", _SAVE_SECONDS)
         durable: Any = durability or environ.get("NDISTRIBUTE_DURABILITY") or "snapshot"
         if durable not in ("snapshot", "log"):
-            raise ValueError(f'durability is "snapshot" or "log", got {durable!r}.')
+            raise ValueError(f'durability must be "snapshot" or "log", got {durable!r}.')
         self._saving = snapshot_directory, snapshot_seconds or every, durable
         # Other tasks serve graphs, whose clients may come again until `stop`.
         ends = self._job == "ps" or "chief" in self.cluster_spec.jobs
@@ -370,7 +370,7 @@ class Server:
             return self._membership.released
         if planned.lost:
             raise WorkerLostError(f"{self.name} ends: {planned.lost}.")
-        _log.info("%s ends: all who used it have left", self.name)
+        _log.info("%s ends: all its clients have left", self.name)
         return True
 
     def stop(self, timeout: float = 5.0) -> None:

@@ -39,9 +39,9 @@ class Ring:
         try:
             sealed = fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
         except OSError as error:
-            raise MalformedError(f"a file came that is no shared memory: {error}.") from error
+            raise MalformedError(f"the file that came is not shared memory: {error}.") from error
         if not sealed or os.fstat(file).st_size != _SIZE:
-            what = f"memory came that is not {_SIZE} bytes which its owner must keep."
+            what = f"memory came that is not {_SIZE} bytes, or that its owner can shrink."
             raise MalformedError(what)
         memory = mmap.mmap(file, _SIZE)
         # The total bytes written and read; each count has one writer.
@@ -53,7 +53,7 @@ class Ring:
         written, read = self._counts[0], self._counts[8]
         held = written - read
         if not 0 <= held <= _CAPACITY:
-            raise MalformedError(f"{held} bytes cannot lie in memory of {_CAPACITY}.")
+            raise MalformedError(f"{held} bytes do not fit in shared memory of {_CAPACITY} bytes.")
         position, most = (written, _CAPACITY - held) if self._writes else (read, held)
         start = position % _CAPACITY
         count = min(len(data), most, _CHUNK_BYTES, _CAPACITY - start)

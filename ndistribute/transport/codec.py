@@ -81,7 +81,7 @@ class Decoder(Generic[T]):
         try:
             return self._decoder.decode(control)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise MalformedError(f"a message is not what was expected: {error}") from error
+            raise MalformedError(f"a message differs from what was expected: {error}") from error
         finally:
             _buffers.now = []
 
@@ -98,7 +98,9 @@ def _write_other(value: Any) -> Any:
         raise NotImplementedError(f"a {type(value).__name__} cannot be sent.")
     name = name_of(value.dtype)
     if value.ndim > MAX_DIMENSIONS:
-        raise ValueError(f"an array of {value.ndim} dimensions: at most {MAX_DIMENSIONS} travel.")
+        raise ValueError(
+            f"an array of {value.ndim} dimensions exceeds the limit of {MAX_DIMENSIONS}."
+        )
     flat = np.ascontiguousarray(value, value.dtype.newbyteorder("<")).reshape(-1)
     buffers = _buffers.now
     buffers.append(flat.view(np.uint8).data)
@@ -129,7 +131,7 @@ def name_of(dtype: np.dtype[Any]) -> str:
 @functools.lru_cache
 def _dtype_of(name: str) -> np.dtype[Any]:
     if name not in PORTABLE:
-        raise ValueError(f"no dtype {name!r} travels.")
+        raise ValueError(f"dtype {name!r} cannot be sent.")
     try:
         return dtype_named(name).newbyteorder("<")
     except ImportError as error:

@@ -61,8 +61,8 @@ _IDLE_SECONDS, _SHUTDOWN_SECONDS = 10.0, 1.0
 _LONGEST_WAIT_SECONDS = 3600.0  # poll accepts this many milliseconds.
 _QUIET = socket.MSG_NOSIGNAL  # The program may have reset SIGPIPE.
 _PADDING = bytes(ALIGNMENT)
-_CLOSED = "it closed the connection, as a process that ends does."
-_CUT = "it closed the connection, and had not acknowledged what was sent: the network is cut."
+_CLOSED = "it closed the connection, as a process does when it ends."
+_CUT = "it closed the connection before it had acknowledged all data: the network is cut."
 _CLOSED_HERE = "this process closed it."
 _NO_MAC: Any = SimpleNamespace(update=lambda data: None, digest=bytes)  # For frames without a MAC.
 _FILE_ROOM = socket.CMSG_LEN(struct.calcsize("i"))  # Room for one descriptor.
@@ -200,7 +200,7 @@ class Connection:
         lengths = list(map(len, buffers))
         body = sum(map(padded, lengths))
         if body > BODY_LIMIT_BYTES or len(control) > CONTROL_LIMIT_BYTES:
-            what = f"a message of {len(control)} + {body} bytes:"
+            what = f"a message of {len(control)} + {body} bytes cannot be sent:"
             raise ValueError(f"{what} the limits are {CONTROL_LIMIT_BYTES} and {BODY_LIMIT_BYTES}.")
         ring, file = None, -1
         with self._writing:
@@ -337,7 +337,7 @@ class Connection:
         elif (quiet := now - self._last_input) > self.silence_seconds:
             with contextlib.suppress(ValueError):  # The connection was just closed.
                 if not self._poll(select.POLLIN, 0):  # Otherwise a thread is about to read.
-                    self.abort(f"nothing was heard of it for {quiet:.1f} s: stopped, or cut off.")
+                    self.abort(f"it sent nothing for {quiet:.1f} s: it is stopped, or cut off.")
 
     def _listen(self, now: float) -> None:
         """Read what has arrived while no thread receives; the caller holds the reading lock."""
@@ -420,7 +420,7 @@ class Connection:
         header = _HEADER.unpack_from(self._input, self._start)
         magic, kind, flags, count, call, nbytes, zero, body = header
         if magic != _MAGIC or zero or kind not in (_DATA, _HEARTBEAT, _GOODBYE):
-            raise MalformedError("the bytes do not begin like a frame.")
+            raise MalformedError("the data do not begin like a frame.")
         if nbytes > CONTROL_LIMIT_BYTES or count > _MOST_BUFFERS or body > BODY_LIMIT_BYTES:
             what = f"a frame of {nbytes} + {body} bytes in {count} parts is too long."
             raise MalformedError(what)
@@ -461,8 +461,8 @@ class Connection:
         received = memoryview(bytearray(len(expected)))
         self._read_whole(received, deadline)
         if not hmac.compare_digest(expected, received):
-            what = "a frame was changed on its way, or is not the other end's."
-            how = "Set NDISTRIBUTE_TLS_CERT, _KEY and _CA to keep others off the wire."
+            what = "a frame was changed on the way, or another program sent it."
+            how = "Set NDISTRIBUTE_TLS_CERT, _KEY and _CA to protect connections with TLS."
             raise MalformedError(f"{what} {how}")
 
     def _ring(self) -> Ring:
@@ -471,7 +471,7 @@ class Connection:
             self._incoming = Ring(self._file, writes=False)
             self._take_file(-1)
         if self._incoming is None:
-            raise MalformedError("a message is said to lie in memory that did not come.")
+            raise MalformedError("a message refers to shared memory that did not come.")
         return self._incoming
 
     def _read_whole(self, view: memoryview, deadline: float) -> None:

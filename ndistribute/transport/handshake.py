@@ -169,8 +169,9 @@ def _explained(error: OSError, peer: str) -> Exception:
     """Return an error that names the peer, what failed, and what to do."""
     if isinstance(error, TimeoutError):
         return CollectiveTimeoutError(
-            f"The peer {peer} did not finish the handshake in time. It may have stopped, or be no "
-            "process of this job, or the network loses long packets: check addresses and MTUs."
+            f"The peer {peer} did not finish the handshake in time. It may be stopped, it may not "
+            "be a process of this job, or the network may lose long packets: check addresses and "
+            "MTUs."
         )
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ConnectionError):
         what = f"The peer {peer} closed the connection during the handshake. Its log may say why:"
@@ -184,8 +185,8 @@ def _explained(error: OSError, peer: str) -> Exception:
 def tls_error(peer: str, error: ssl.SSLError) -> AuthenticationError:
     """Return the error for a failed TLS connection to a peer."""
     return AuthenticationError(
-        f"TLS with the peer {peer} failed: {error}. All processes need a certificate of the CA in "
-        "NDISTRIBUTE_TLS_CA, or none of them uses TLS."
+        f"TLS with the peer {peer} failed: {error}. Give all processes a certificate of the CA in "
+        "NDISTRIBUTE_TLS_CA, or use TLS in none of them."
     )
 
 
@@ -223,11 +224,11 @@ def _exchange_greetings(
         yield greeting
     magic = yield len(_MAGIC)
     if magic != _MAGIC:
-        hint = f"it began with {magic!r}. Check the addresses: another program may have the port"
+        hint = f"it first sent {magic!r}. Check the addresses: another program may have the port"
         if magic[0] in _TLS_RECORDS and magic[1] == _TLS_MAJOR:
             yield greeting  # The peer's TLS fails on this, so the peer learns of the mismatch.
             hint = "it uses TLS. Set NDISTRIBUTE_TLS_CERT, _KEY and _CA for all processes, or none"
-        raise AuthenticationError(f"The peer {peer} is no process of this job: {hint}.")
+        raise AuthenticationError(f"The peer {peer} is not a process of this job: {hint}.")
     other = magic + (yield _GREETING.size - len(magic))
     if role == _SERVER:
         yield greeting  # A peer of another version thus learns this version.
@@ -239,8 +240,8 @@ def _exchange_greetings(
         )
     if other_role != (_SERVER if role == _CLIENT else _CLIENT):
         raise AuthenticationError(
-            f"The peer {peer} sent back the greeting of this process's own side, "
-            "so it is no process of this job, or this process connected to itself."
+            f"The peer {peer} sent back this process's own greeting, so it is not a process of "
+            "this job, or this process connected to itself."
         )
     return _Transcript(secret, greeting + other if role == _CLIENT else other + greeting, peer)
 
@@ -260,7 +261,9 @@ class _Transcript:
 
     def message(self, label: bytes, payload: bytes = b"", verdict: bytes = _ACCEPTED) -> bytes:
         if (length := len(payload)) > MAXIMUM_HELLO_BYTES:
-            raise ValueError(f"a hello of {length} bytes: at most {MAXIMUM_HELLO_BYTES} travel.")
+            raise ValueError(
+                f"a hello of {length} bytes exceeds the limit of {MAXIMUM_HELLO_BYTES}."
+            )
         self._bytes += payload
         return _FIRST.pack(verdict, length) + payload + self.mac(label + verdict)
 
@@ -272,7 +275,7 @@ class _Transcript:
         length = int.from_bytes((yield 2), "big")
         if verdict not in (_ACCEPTED, _REFUSED) or length > MAXIMUM_HELLO_BYTES:
             raise AuthenticationError(
-                f"The peer {self._peer} is no process of this job: it sent {verdict!r} and "
+                f"The peer {self._peer} is not a process of this job: it sent {verdict!r} and "
                 f"{length} bytes, and at most {MAXIMUM_HELLO_BYTES} were expected."
             )
         payload = (yield length) if length else b""
@@ -295,19 +298,20 @@ def _mismatch(server: Hello, client: Hello, check: Check) -> str:
     name = server.name.partition("#")[0]
     if client.version != server.version:
         return (
-            f"it runs version {client.version} of ndistribute, {server.name} runs "
+            f"it runs version {client.version} of ndistribute, but {server.name} runs "
             f"{server.version}. Install the same version for all processes of the job."
         )
     if client.audience not in ("", name):
-        what = f"it looks for {client.audience}, and this is {name}."
-        return f"{what} Every process needs the same cluster, and an index of its own."
+        what = f"it expected {client.audience}, but this is {name}."
+        return f"{what} Every process needs the same cluster, and its own index."
     reason = check(client)  # First, because its reason is more specific.
     # A client without a job names the server by its address alone, as graph sessions do.
     if not reason and client.job and client.job != server.job:
         reason = (
-            f"it belongs to job {client.job}, {server.name or 'this process'} to job {server.job}. "
-            "Another job's process has the address: end that job, or choose other ports. Where "
-            "you start the processes yourself, give all the same cluster and NDISTRIBUTE_JOB_ID."
+            f"it belongs to job {client.job}, but {server.name or 'this process'} belongs to job "
+            f"{server.job}. A process of another job uses the address: end that job, or choose "
+            "other ports. If you start the processes yourself, give all of them the same cluster "
+            "and NDISTRIBUTE_JOB_ID."
         )
     return reason
 

@@ -112,8 +112,8 @@ def _inherited(number: str, address: str, port: int) -> socket.socket:
         listener = socket.socket(fileno=os.dup(int(number)))
     except (OSError, ValueError) as error:
         raise OSError(
-            f"{LISTEN_FD}={number} is no open socket of this process. The launcher sets it for "
-            "the processes that it starts; unset it where you start them yourself."
+            f"{LISTEN_FD}={number} is not an open socket of this process. The launcher sets it "
+            "for the processes that it starts; unset it if you start them yourself."
         ) from error
     ours = listener.getsockname()[1]
     if ours == port:
@@ -122,7 +122,7 @@ def _inherited(number: str, address: str, port: int) -> socket.socket:
     listener.close()
     raise OSError(
         f"{LISTEN_FD}={number} listens on port {ours}, but the cluster has {address} for this "
-        "process. Is its index in TF_CONFIG its own?"
+        "process. Check that TF_CONFIG has this process's own index."
     )
 
 
@@ -249,7 +249,7 @@ class Listener:
             sock.setblocking(False)
             if sock.family == socket.AF_UNIX:
                 if not is_of_this_user(sock):
-                    raise PermissionError("it is another user's, and only this user's may connect")
+                    raise PermissionError("it is another user's, but only this user may connect")
             elif self._tls is not None:
                 # The first use of the socket runs the TLS handshake.
                 sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)

@@ -178,8 +178,8 @@ class RepeatedCall(PendingCall):
         else:
             message = (
                 f"{client.name}: {client.title} was not reached within {now - self._begun:.1f} s: "
-                f"{why}. Was it started, with the same secret, and is the address reachable from "
-                "here?"
+                f"{why}. Check that it was started with the same secret, and that its address can "
+                "be reached from here."
             )
         raise errors.WorkerLostError(message) from self._problem
 
@@ -350,10 +350,10 @@ class Client:
         try:
             self.give_back(self.take(time.monotonic() + _RESTORE_SECONDS)[0])
         except errors.AuthenticationError as error:  # Another attempt would also fail.
-            _log.warning("%s does not look for %s again: %s", self.name, self.title, str(error))
+            _log.warning("%s stops connecting to %s: %s", self.name, self.title, str(error))
             return
         except ConnectionLostError as error:
-            _log.info("%s has not reached %s again: %s", self.name, self.title, str(error))
+            _log.info("%s could not connect to %s again: %s", self.name, self.title, str(error))
         self._restoring = False
 
 
@@ -532,9 +532,9 @@ class RpcServer:
 
     def _refusal(self, hello: Hello) -> str:
         if hello.purpose not in self._services:
-            return f"nothing here answers connections for {hello.purpose!r}."
+            return f"this process has no service for {hello.purpose!r}."
         if len(self._threads) >= _MOST_CONNECTIONS:
-            return f"{_MOST_CONNECTIONS} connections are open, and no more are taken."
+            return f"{_MOST_CONNECTIONS} connections are open, and no more are accepted."
         return ""
 
     def _on_peer(self, sock: socket.socket, accepted: Accepted) -> None:
@@ -550,7 +550,7 @@ class RpcServer:
                 thread.start()
                 self._threads[thread] = connection
         except (OSError, RuntimeError) as error:
-            connection.abort("it is not served.")
+            connection.abort("this process cannot serve it.")
             connection.close()
             raise OSError(f"{error}. If threads are short, raise `ulimit -u`") from error
 
@@ -587,7 +587,7 @@ class RpcServer:
                     _log.log(level, "the connection of %s ended: %s", peer.name, str(error))
                 return not error.clean
             except MalformedError as error:
-                _log.warning("%s sent what no client sends: %s", peer.name, str(error))
+                _log.warning("%s sent an invalid message: %s", peer.name, str(error))
                 return True
             try:
                 reply = service.handle(peer, call, request)

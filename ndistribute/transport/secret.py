@@ -111,10 +111,12 @@ def _read(path: str | Path, source: str, flags: int = 0) -> bytes:
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
-            raise AuthenticationError(f"Cannot take the secret from {source}: it is no plain file.")
+            raise AuthenticationError(
+                f"Cannot take the secret from {source}: it is not a regular file."
+            )
         if status.st_mode & _OTHERS:
             raise AuthenticationError(
-                f"Others than its owner may use {source}: its mode is "
+                f"Users other than the owner may use {source}, because its mode is "
                 f"{stat.S_IMODE(status.st_mode):o}. Run\n    chmod 600 {shlex.quote(str(path))}"
             )
         return _checked(os.read(handle, _MAXIMUM_FILE_BYTES), source)
@@ -137,8 +139,8 @@ def _own_secret(environ: Mapping[str, str]) -> bytes:
         except OSError as error:
             problems.append(f"{folder}: {error}")
     raise AuthenticationError(
-        "Found no folder for this user's secret (" + "; ".join(problems) + "). Set "
-        f"NDISTRIBUTE_SECRET in every process, to what this prints:\n    {_MAKE_ONE}"
+        "Cannot use any folder for this user's secret (" + "; ".join(problems) + "). Set "
+        f"NDISTRIBUTE_SECRET in every process to the output of:\n    {_MAKE_ONE}"
     )
 
 
@@ -167,8 +169,8 @@ def tls_files(environ: Mapping[str, str]) -> TlsFiles | None:
     values = TlsFiles(*[environ.get(name, "") for name in _VARIABLES])
     missing = [name for name, value in zip(_VARIABLES, values, strict=True) if not value]
     if missing and any(values):
-        what = f"TLS needs all of {', '.join(_VARIABLES)}, and {' and '.join(missing)} is not set."
-        raise ValueError(f"{what} Set all three, or none to go without TLS.")
+        what = f"TLS needs {', '.join(_VARIABLES)}; not set: {', '.join(missing)}."
+        raise ValueError(f"{what} Set all three, or none to work without TLS.")
     return None if missing else values
 
 
@@ -224,4 +226,6 @@ class NonBlockingTls:
 
 
 def _no_passphrase() -> str:
-    raise ValueError("the private key asks for a passphrase, and nobody is there to type it")
+    raise ValueError(
+        "the private key has a passphrase, and nobody is there to type it: use a key without one"
+    )

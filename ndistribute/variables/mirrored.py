@@ -339,8 +339,8 @@ class ShardedVariable(MirroredVariable):
         if not 0 <= axis < array.ndim or array.shape[axis] < count:
             raise ValueError(
                 f"variable {policy.name!r} of shape {array.shape} cannot be cut along axis {axis} "
-                f"into a shard for each of {count} replicas: pass an axis, counted from 0, that is "
-                "at least so long, or do not shard it."
+                f"into a shard for each of {count} replicas: pass an axis, counted from 0, with "
+                f"at least {count} elements, or do not shard the variable."
             )
         contexts = strategy.replica_contexts
         self.home_of = list(range(len(contexts)))
@@ -382,14 +382,15 @@ class ShardedVariable(MirroredVariable):
     def _checked_write(self, how: str, value: Any) -> Self:
         if self.replica("write") is not None:
             raise RuntimeError(
-                f"{how} to the sharded variable {self.name!r} inside run: assign the whole value "
-                "outside run, or let an optimizer update it."
+                f"{how} to the sharded variable {self.name!r} is not possible inside run: assign "
+                "the whole value outside run, or let an optimizer update it."
             )
         return super()._checked_write(how, value)
 
     def _checked_scatter(self, how: str, indices: Any, values: Any) -> Self:
         raise ValueError(
-            f"a scatter to the sharded variable {self.name!r}: assign the whole value."
+            f"a scatter to the sharded variable {self.name!r} is not supported: assign the whole "
+            "value."
         )
 
     def _apply(self, write: Write) -> None:

@@ -80,7 +80,7 @@ class VariablePolicy:
         trainable = when is not VariableSynchronization.ON_READ if trainable is None else trainable
         if not isinstance(name, str | None) or not isinstance(trainable, bool | np.bool_):
             what = f"name={name!r} and trainable={trainable!r}"
-            raise TypeError(f"{what} are not a str and a bool: write nd.Variable(x, name='w').")
+            raise TypeError(f"{what} must be a str and a bool: write nd.Variable(x, name='w').")
         return cls(name or "", bool(trainable), when, how)
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:

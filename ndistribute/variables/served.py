@@ -134,7 +134,7 @@ class ServedVariable(Variable):
         if current_trace() is not None:
             raise TracingError(
                 f"variable {self.name!r}, which is on parameter servers, is used in a compiled "
-                "step, which would keep its value of now: pass variable.numpy() as an argument."
+                "step, which would keep its present value: pass variable.numpy() as an argument."
             )
         self.replica("read")
         replica = current_frame().replica

@@ -63,7 +63,7 @@ class ArrayLike(NDArrayOperatorsMixin):
 
     def component(self) -> Array:
         """Return the untracked array; on a GPU it is a view, which the caller must not write to."""
-        raise NotImplementedError(f"{type(self).__name__} defines no component.")
+        raise NotImplementedError(f"{type(self).__name__} does not define component.")
 
     def raw_array(self) -> Array:
         """Return the array, untracked, for `ndistribute.devices.as_array`."""
@@ -246,7 +246,7 @@ class Variable(ArrayLike):
         if replica is not None and replica.communicator.part_of is None:
             raise RuntimeError(
                 f"create_slot of variable {self.name!r} was called inside a replica: call it "
-                "outside run, or in a merge_call, so that all replicas use the same one."
+                "outside run, or in a merge_call, so that all replicas use the same slot."
             )
         array = np.broadcast_to(np.array(value, dtype or self._dtype), self._shape)
         policy = replace(self._policy, name=f"{self.name}/{name}", trainable=False)
@@ -266,7 +266,7 @@ class Variable(ArrayLike):
 
     def _apply(self, write: Write) -> None:
         """Carry out a checked write once for all replicas of this process, which wait meanwhile."""
-        raise NotImplementedError(f"{type(self).__name__} defines no writes.")
+        raise NotImplementedError(f"{type(self).__name__} does not define writes.")
 
     def _apply_own(self, write: Write, replica: Any) -> None:
         """Carry out one replica's checked write to a variable that is synchronized on read."""
@@ -380,9 +380,9 @@ class Variable(ArrayLike):
         if plain and (what == "read" or frame.replica is None):
             return None
         raise RuntimeError(
-            f"{what} of variable {self.name!r}, made by "
-            f"{context.told_apart(self._strategy, current)}, under {current!r}: create variables "
-            "and optimizers inside the scope of the strategy that uses them."
+            f"{what} of variable {self.name!r} under {current!r}, but "
+            f"{context.told_apart(self._strategy, current)} made it: create variables and "
+            "optimizers inside the scope of the strategy that uses them."
         )
 
     def _write(self, write: Write) -> None:

@@ -56,8 +56,8 @@ def test_every_rank_can_broadcast(ranks):
 def test_some_of_the_processes_form_a_group_whose_errors_name_all_by_their_rank(ranks):
     last = ranks.size - 1
     said = ranks.results(backend_calls.among_some, (0, last))
-    assert f"worker {last} called all_reduce(SUM, {5 + last} element(s)" in said[0]
-    assert "worker 0 called all_reduce(SUM, 5 element(s)" in said[last]
+    assert f"worker {last} called all_reduce(SUM, {5 + last} elements" in said[0]
+    assert "worker 0 called all_reduce(SUM, 5 elements" in said[last]
     recover(ranks)
 
 

@@ -497,7 +497,7 @@ def test_an_exchange_gives_everyone_all_blobs_in_rank_order_and_names_who_is_lat
         blobs = ranks.results(exchanged)
         assert blobs == [[b"rank 0", b"rank 1", b"rank 2"]] * 3
         for rank, outcome in enumerate(ranks.run(missed)):
-            waited = f"CollectiveTimeoutError: names: worker {rank} waited 0.5 s for worker(s) 1."
+            waited = f"CollectiveTimeoutError: names: worker {rank} waited 0.5 s for worker 1."
             assert outcome.result() == ("" if rank == 1 else waited)
 
 

@@ -253,7 +253,7 @@ def test_of_two_halves_of_a_cut_network_one_goes_on():
         made.establish(0, 1)
         for outcome in made.ranks.collect(ranks=[2, 3]):
             assert outcome.error == "CollectiveTimeoutError"
-            assert "which does not answer, and may go on elsewhere" in outcome.text
+            assert "which does not answer, and may continue the job" in outcome.text
         results(made.ranks.run(job.cut))
         for outcome in made.ranks.run(job.meet, ranks=[2, 3]):
             assert outcome.error == "NotAMember"
@@ -293,7 +293,7 @@ def test_a_stopped_worker_is_left_out_and_learns_it(victim: int):
         made.ranks.signal(victim, signal.SIGCONT)
         refused = made.ranks.run(job.meet, ranks=[victim])[0]
         assert refused.error == "NotAMember"
-        assert refused.text == f"the job goes on without worker:{victim}, which may join."
+        assert refused.text == f"the job continues without worker:{victim}, which may join."
         made.ranks.start(job.join, ranks=[victim])
         assert made.ranks.run(job.waits, ranks=others[:1])[0].result()
         plans = results(made.ranks.run(job.meet, ranks=others))
@@ -317,7 +317,7 @@ def test_below_min_workers_all_learn_who_is_missing():
         made.start(0, 1, 2)
         made.form(0, 1, 2)
         made.kill(1)
-        what = "waited 1 s for more workers: 2 are there, and min_workers is 3."
+        what = "waited 1 s for more workers: 2 of min_workers=3 came."
         for outcome in made.ranks.run(job.meet, ranks=[0, 2]):
             assert (outcome.error, outcome.text.partition(" Start")[0]) == (
                 "CollectiveTimeoutError",

@@ -100,7 +100,7 @@ def test_a_member_is_gone_when_its_address_belongs_to_a_later_start():
 
 def test_below_min_workers_the_meeting_waits():
     alone = meeting(arrival("0", LATER), gone="12", min_workers=2)
-    assert planned(alone) == "waits for more workers: 1 are there, and min_workers is 2"
+    assert planned(alone) == "waits for more workers: 1 of min_workers=2 came"
     alone.arrive(arrival("3", newcomer=True))
     assert planned(alone) == "03"
 

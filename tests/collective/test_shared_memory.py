@@ -385,7 +385,7 @@ def test_memory_that_can_not_be_made_is_an_error_on_every_rank():
     with Ranks(3, environ=SHARED) as ranks:
         outcomes = ranks.run(make_without_files)
     assert outcomes[0].error == "DistributeError"
-    assert all("cannot be made" in outcome.text for outcome in outcomes)
+    assert all("cannot be created" in outcome.text for outcome in outcomes)
 
 
 def test_memory_that_is_not_the_peers_is_refused():

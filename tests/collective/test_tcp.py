@@ -112,7 +112,7 @@ def cut_off(rank, size, odd, how):
     [
         ("closed", "WorkerLostError", "closed its data connection"),
         ("truncated", "WorkerLostError", "closed its data connection"),
-        ("garbage", "CollectiveMismatchError", "sent no collective's header"),
+        ("garbage", "CollectiveMismatchError", "sent no header of a collective"),
     ],
 )
 def test_a_stream_that_is_cut_off_or_broken_is_an_error(two, how, error, text):

@@ -156,7 +156,7 @@ def test_a_per_worker_iterator_goes_on_where_it_was(coordinator):
     assert (
         coordinator.schedule(next, (iter(coordinator.create_per_worker_dataset([8])),)).get() == 8
     )
-    with pytest.raises(RuntimeError, match="workers alone"):
+    with pytest.raises(RuntimeError, match="only on the workers"):
         next(one)
 
 
@@ -240,7 +240,7 @@ def test_what_can_not_be_sent_is_named(coordinator):
     with pytest.raises(ValueError, match="the dataset cannot be sent"):
         coordinator.create_per_worker_dataset(lambda: lock)
     value = coordinator.schedule(double, (1,))
-    with pytest.raises(ValueError, match="among the args or kwargs"):
+    with pytest.raises(ValueError, match="only in args or kwargs"):
         coordinator.schedule(lambda: value)
     with pytest.raises(TypeError, match="takes a function"):
         coordinator.schedule(3)
@@ -306,7 +306,7 @@ def test_an_error_without_words_is_raised_like_any_other(coordinator, thrown, ra
 
 def test_join_has_a_deadline_and_everything_goes_on(coordinator):
     value = coordinator.schedule(pass_gate)
-    with pytest.raises(CollectiveTimeoutError, match=r"1 function\(s\) still run"):
+    with pytest.raises(CollectiveTimeoutError, match="running: 1; waiting: 0"):
         coordinator.join(timeout=0.05)
     with pytest.raises(CollectiveTimeoutError, match="pass_gate"):
         value.fetch(timeout=0.01)
@@ -372,7 +372,7 @@ def test_only_the_chief_of_a_cluster_with_workers_has_a_coordinator():
         resolver = SimpleClusterResolver(cluster, task_type=job, task_id=0)
         return ClusterCoordinator(SimpleNamespace(cluster_resolver=resolver, servers=None))
 
-    with pytest.raises(ValueError, match="runs on the chief alone"):
+    with pytest.raises(ValueError, match="runs only on the chief"):
         made({"worker": ["localhost:1"]}, "worker")
     with pytest.raises(ValueError, match="no workers"):
         made({"chief": ["localhost:1"], "ps": ["localhost:2"]}, "chief")
@@ -382,7 +382,7 @@ def test_a_strategy_has_one_coordinator_until_it_is_closed():
     strategy = SimpleNamespace(cluster_resolver=None, servers=None)
     with ClusterCoordinator(strategy) as first:
         assert ClusterCoordinator(strategy) is first
-        with pytest.raises(ValueError, match="pass its timeout only once"):
+        with pytest.raises(ValueError, match="leave out timeout_seconds"):
             ClusterCoordinator(strategy, timeout_seconds=1.0)
         made = first.create_per_worker_dataset(lambda: Dataset.range(3))
         assert made.element_spec == Dataset.range(3).element_spec
@@ -467,7 +467,7 @@ def test_a_result_that_is_too_long_is_an_error(caller, monkeypatch):
     monkeypatch.setattr("ndistribute.coordinator.worker.RESULT_BYTES", 1000)
     with contextlib.closing(caller.connect()) as connection:
         connection.send(order(1, np.ones, 1000))
-        with pytest.raises(ValueError, match=r"returned \d+ bytes: at most 1000 travel"):
+        with pytest.raises(ValueError, match=r"returned \d+ bytes: at most 1000 can be sent"):
             raise value(connection)
 
 

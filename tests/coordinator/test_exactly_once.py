@@ -13,7 +13,7 @@ from ndistribute.parameter_server.client import RunningClosure, closure
 from ndistribute.parameter_server.store_service import LocalServer
 from tests.strategies.on_servers import served
 
-OTHER_UPDATES = "function 7 runs again, and its updates are not of the same variables in the same"
+OTHER_UPDATES = "function 7 runs again, but does not update the same variables in the same order"
 
 
 def run(strategy: Any, attempt: int, steps: list[str], names: Any, dies: bool = False) -> None:

@@ -107,7 +107,7 @@ def test_a_worker_that_refuses_is_named_at_once_and_once(caplog):
     (record,) = caplog.records
     assert (record.levelname, record.getMessage()) == (
         "WARNING",
-        "worker:1 gets no work, for it refuses: it belongs to another job",
+        "worker:1 refuses connections, and gets no work: it belongs to another job",
     )
 
 
@@ -123,7 +123,7 @@ def test_an_idle_worker_runs_what_another_cannot_end_and_that_one_gets_no_work_b
     queue.relieve()
     (again,) = queue.take(1, 8)
     assert (again.number, again.attempt, again.lost_on, one.attempt) == (1, 2, [], 1)
-    assert "worker:0 waits for ps:0 (cut off); idle workers run what it had" in caplog.text
+    assert "worker:0 waits for ps:0 (cut off); idle workers run its functions" in caplog.text
     three = add(queue)
     assert (queue.idle_worker(), queue.take(0, 8)) == (None, [])
     queue.finish(0, 1, NOTHING)  # What it was stuck in: worker 1 still runs it.

@@ -92,9 +92,9 @@ def test_a_worker_that_was_stopped_joins_anew_or_ends(epochs, rows):
         assert (codes[1], codes[2]) == (0, 0)
         assert crew.faults() == []
         said = crew.said("worker:0")
-        assert "the job has gone on without this worker" in said
+        assert "the job continues without this worker" in said
         # Its loop is still the one in which it was stopped, or is over.
-        assert codes[0] == 0 if epochs == 1 else "it joins in the loop that runs then" in said
+        assert codes[0] == 0 if epochs == 1 else "joins the loop that is running" in said
 
 
 def test_a_worker_that_gets_sigterm_hands_over():

@@ -74,7 +74,7 @@ def test_a_fork_that_ends_takes_nothing_with_it_and_can_not_run_steps(tmp_path):
         for index, ended in enumerate(started.ended()):
             assert ended.code == 0, ended.output
             assert f"of worker {index} of 2 was made by process" in ended.output
-            assert "of which this one is a fork" in ended.output
+            assert "This process is a fork of it" in ended.output
             assert ended.output.rstrip().endswith("True")
 
 

@@ -54,7 +54,7 @@ def test_workers_in_step_go_on_with_spare_ones_and_say_so_where_too_few_are_left
             shared = Shared(observer)
             wait_for_steps(shared, 0, 1, 2, count=5)
             tasks.stop("worker", 2)
-            wait_until(lambda: tasks.said().count("nothing was heard of it") == 2)
+            wait_until(lambda: tasks.said().count("it sent nothing for") == 2)
             wait_for_steps(shared, 0, 1)
             tasks.send("worker", 2, signal.SIGCONT)
             wait_for_steps(shared, 0, 1, 2, count=5)
@@ -62,7 +62,7 @@ def test_workers_in_step_go_on_with_spare_ones_and_say_so_where_too_few_are_left
             wait_for_steps(shared, 1, 2)
             tasks.kill("worker", 2)
             assert tasks.code("worker", 1) == 1
-            assert "1 of 2 needed are there" in tasks.said()
+            assert "It needs 2, and has 1" in tasks.said()
 
 
 @pytest.mark.parametrize(
@@ -84,4 +84,4 @@ def test_all_go_on_when_a_server_is_killed_and_comes_back(tmp_path, options):
             shared.stop.assign(1)
             codes = {tasks.code("worker", index) for index in range(2)}
             # One of two in step may see that it is enough a step before the other, which waits.
-            assert codes == {0} or (codes == {0, 1} and "1 of 2 needed are there" in tasks.said())
+            assert codes == {0} or (codes == {0, 1} and "It needs 2, and has 1" in tasks.said())

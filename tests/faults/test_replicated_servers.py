@@ -263,7 +263,7 @@ def test_a_server_that_the_launcher_starts_again_is_filled(tmp_path):
     done = run("run", *options, script, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "[worker:0] [20.0, 20.0]" in done.stdout, done.stderr
-    assert done.stderr.count("starting it again") == 2
+    assert done.stderr.count("restarting it") == 2
 
 
 def test_a_worker_with_a_new_index_joins_a_running_job(tmp_path):

@@ -53,7 +53,7 @@ def test_all_workers_are_told_of_one_with_a_wrong_secret_or_certificate(tmp_path
 def test_another_cluster_size_is_an_error_on_both_sides(tmp_path):
     two = free_addresses({"worker": 2})["worker"]
     first, other = failed(tmp_path, place(two, 0), place([*two, "127.0.0.1:0"], 2))
-    assert "it is worker 2 of 3, here is worker 0 of 2" in other.output, other.output
+    assert "it is worker 2 of 3, but this is worker 0 of 2" in other.output, other.output
     assert "give every process the same cluster" in other.output
     assert "worker 0 waited 2 s for worker 1" in first.output
 
@@ -72,7 +72,9 @@ def test_two_processes_with_one_index_are_told_of_each_other(tmp_path):
 def test_processes_of_two_jobs_never_mix(tmp_path):
     jobs = [{"NDISTRIBUTE_JOB_ID": "first"}, {"NDISTRIBUTE_JOB_ID": "second"}]
     first, second = failed(tmp_path, *jobs)
-    assert "it belongs to job second, worker 0 to job first" in second.output, second.output
+    assert "it belongs to job second, but worker 0 belongs to job first" in second.output, (
+        second.output
+    )
     assert "it belongs to job second" in first.output, first.output
 
 

@@ -62,7 +62,7 @@ ABSENT = {
     "a name that nobody knows": ["(the host name 'no-such-host.invalid' was not f"] * 2,
     "another program": [
         "(a process listens there, but has not joined: it is st",
-        "It may have stopped, or",
+        "It may be stopped, it",
     ],
 }
 

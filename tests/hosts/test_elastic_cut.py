@@ -78,7 +78,7 @@ def test_one_side_of_a_cut_goes_on_and_the_other_says_why_not(name):
         for index in waiting:
             code, said = crew.ends(index)
             assert code == 1
-            assert "does not answer, and may go on elsewhere with others of the job" in said
+            assert "does not answer, and may continue the job with other workers" in said
         crew.wait_for(lambda: not crew.living & set(going))
         assert crew.results.keys() == set(going)
         assert crew.faults() == []
@@ -100,5 +100,5 @@ def test_a_worker_that_was_cut_off_and_returns_joins_anew_or_ends():
         crew.wait_for(lambda: not crew.living)
         assert crew.results.keys() >= set(going)
         assert crew.faults() == []
-        text = "which joins anew" if 0 in crew.results else "gone on without this worker"
+        text = "which joins it again" if 0 in crew.results else "continues without this worker"
         assert text in crew.ends(0)[1]

@@ -161,7 +161,7 @@ def test_a_job_starts_again_on_a_host_that_comes_back(rig, running, tmp_path, fa
     job = running(WAITING, "--max-restarts", "1")
     first, second = rig.hosts[:2]
     second.vanish() if fault == "vanishes" else rig.cut(first, second)
-    job.wait_for("starting again in 0 s, once ssh reaches all hosts (1 left)")
+    job.wait_for("restarting in 0 s, once ssh reaches all hosts (restarts left: 1)")
     if fault == "vanishes":
         job.wait_for(f"ssh {second.name} ended (exit code 255", 2)  # Which costs no restart.
         second.boot()

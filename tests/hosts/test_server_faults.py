@@ -168,7 +168,7 @@ def test_a_cable_that_is_out_for_a_while_changes_no_result(jobs, cut, seconds, h
 
 _GONE = "ends: the chief was out of reach and did not come back"
 _UNREACHED = "was not reached within 12.0 s: that host does not answer: check the address"
-_NO_WORKER = "No worker was there for 12 s while 4 function(s) waited; away: worker:0 ("
+_NO_WORKER = "No worker could be reached for 12 s while 4 functions waited; away: worker:0 ("
 _WORKERS, _HALVES = "ps chief worker worker", "ps chief worker ps worker"
 
 
@@ -218,5 +218,5 @@ def test_idle_workers_run_what_one_cannot_end_as_it_alone_lost_a_server():
         assert job.end() == [0] * 4, job.said()
         said = job.said()[1]
         assert "worker:0 waits for ps:0 at" in said
-        assert "idle workers run what it had: closure" in said
+        assert "idle workers run its functions: closure" in said
         assert took < 30, said  # Half of timeout_seconds.

@@ -391,7 +391,7 @@ def test_jit_compile_computes_the_same(kind: str, replicas: int) -> None:
 def test_jit_compile_of_several_replicas_refuses_layers_with_collectives() -> None:
     with closing(nd.MirroredStrategy(["cpu:0", "cpu:1"])) as strategy:
         model = made(strategy, cnn, IMAGES, jit_compile=True)
-        with pytest.raises(TypeError, match="compile what has no collectives"):
+        with pytest.raises(TypeError, match="Compile code without collectives"):
             model.fit(IMAGES, LABELS, verbose=0)
 
 

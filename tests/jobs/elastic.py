@@ -183,7 +183,7 @@ class Audience:
         return wrong
 
     def _metric_faults(self, index: int, result: Report) -> list[str]:
-        if "metrics lack" in self.said():
+        if "metrics do not contain" in self.said():
             return []
         full = self.options.rows * (self.options.rows + 1) / 2
         totals = result["totals"]  # Those of skipped epochs are what the others have read.
@@ -325,7 +325,7 @@ WIRES: dict[str, dict[str, Any]] = {
     "two groups": {"hosts": ("red", "blue")},
 }
 # What a worker says that comes after the end of the job.
-_LATE = "to start", "answers any more", "a coordinator that it can reach"
+_LATE = "to start", "waits for answers", "a coordinator that it can reach"
 MODES = ("one", "two at once", "all but one", "in a change", "and back")
 
 

@@ -62,7 +62,7 @@ def use_results_later(rank: int, size: int, how: str) -> Any:
                     strategy.gather(result, axis=0)
             sums += [float(strategy.reduce("sum", result)[0]) for _ in range(2)]
     seen.reset_state()  # Of a closed strategy, this concerns no other worker.
-    return sums, sum("made before the workers changed" in line for line in logged.lines)
+    return sums, sum("before the workers changed" in line for line in logged.lines)
 
 
 def make_in_a_step(rank: int, size: int, name: str) -> Any:

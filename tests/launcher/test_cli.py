@@ -79,25 +79,25 @@ def test_the_options_of_a_job(tmp_path, monkeypatch, text, script, hosts, option
         ("--hostfile /dev/null x.py", "names no host"),
         ("--hostfile /no/such/file x.py", "No such file"),
         ("--hosts far:2 --port 65535 --dry-run x.py", "--port 65535"),
-        ("-n 2 --min-workers 1 x.py", "is for jobs whose workers come and go: add --elastic"),
-        ("-n 2 --min-workers 0 x.py", "--min-workers is for jobs"),
+        ("-n 2 --min-workers 1 x.py", "works only in elastic jobs: add --elastic"),
+        ("-n 2 --min-workers 0 x.py", "--min-workers works only in elastic jobs"),
         ("-n 2 --max-workers 1 x.py", "add --elastic"),
         ("-n 2 --spares 1 x.py", "add --elastic"),
         ("--elastic x.py", "the number of processes is missing"),
-        ("--elastic -n 2 --mpi x.py", "MPI ends all ranks with one"),
+        ("--elastic -n 2 --mpi x.py", "MPI ends all ranks when one ends"),
         ("--elastic --workers 2 --ps 1 x.py", "Remove --elastic, or --mpi or --ps"),
-        ("--elastic -n 2 --min-workers 3 x.py", "starts 2 workers, of which it needs 3 to 2"),
+        ("--elastic -n 2 --min-workers 3 x.py", "max-workers allow 3 to 2"),
         ("--elastic -n 2 --min-workers 0 x.py", "--min-workers must be 1 or more, got 0"),
         ("--elastic -n 2 --max-workers 0 x.py", "--max-workers must be 1 or more, got 0"),
-        ("--elastic --min-workers 3 --max-workers 2 x", "needs 3 to 2: change -n or"),
-        ("--elastic -n 3 --max-workers 2 x.py", "of which it needs 1 to 2"),
+        ("--elastic --min-workers 3 --max-workers 2 x", "allow 3 to 2: change them, -n or"),
+        ("--elastic -n 3 --max-workers 2 x.py", "allow 1 to 2"),
         (
             "--elastic --hosts a:2,localhost --spares 1 x.py",
-            "this machine alone: pass no a",
+            "this machine: remove --spares, or the host a",
         ),
         ("--elastic -n 1 --spares -1 x.py", "--spares must be 0 or more, got -1"),
-        ("--elastic -n 1 --spares 1 -- -c 0", "'-c' is neither"),
-        ("--elastic -n 1 --spares 1 .", "'.' is neither"),
+        ("--elastic -n 1 --spares 1 -- -c 0", "after -m; got '-c'"),
+        ("--elastic -n 1 --spares 1 .", "after -m; got '.'"),
     ],
 )
 def test_what_does_not_fit_is_said_and_nothing_started(capfd, arguments, message):
@@ -145,7 +145,7 @@ def test_the_doctor_lists_the_devices_of_jax_without_opening_them_here(monkeypat
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert re.fullmatch(r"ok +JAX +jax [\d.]+, 3 x cpu", line())
     monkeypatch.setenv("JAX_PLATFORMS", "abacus")
-    assert re.search("^slow .* opens no device: .*\n.* set JAX_PLATFORMS=cpu", line())
+    assert re.search("^slow .* cannot open a device: .*\n.* set JAX_PLATFORMS=cpu", line())
 
     def version(package):
         raise doctor.metadata.PackageNotFoundError(package)
@@ -163,7 +163,7 @@ def test_the_doctor_says_how_many_blas_threads_steps_use_and_why(monkeypatch):
     monkeypatch.setattr(doctor.blas, "core_numbers", lambda: range(64))
     monkeypatch.setattr(doctor.blas, "cpu_quota", lambda: 1.5)
     monkeypatch.setattr(doctor.blas, "cores", lambda: 1)
-    assert "1: 64 cores, of which the control group grants 1.5" in line()
+    assert "1: 64 cores, and the control group grants 1.5" in line()
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert "OMP_NUM_THREADS=3" in line()
 
@@ -172,7 +172,7 @@ def test_the_doctor_says_what_is_missing_for_every_job(monkeypatch, capfd):
     lost = doctor.Finding("loopback", "missing", "no free port", "ip link set lo up")
     monkeypatch.setattr(doctor, "examine", lambda: [lost])
     assert cli.main(["doctor"]) == 1
-    assert "1 missing" in capfd.readouterr().out
+    assert "Missing for `ndistribute run`: 1" in capfd.readouterr().out
 
 
 AVX512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl", "avx2"}

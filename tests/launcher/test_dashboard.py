@@ -271,7 +271,7 @@ def test_what_the_page_does_not_know_of_other_hosts_and_of_mpi_is_said(tmp_path)
     about = {"job": "train.py", "traces": str(tmp_path), "pid": os.getpid(), "host": here}
     started_at = [("0", ""), ("1", "alice"), ("mpiexec", ""), ("ssh alice", "alice")]
     notes = [about, *({"task": task, "pid": 1, "host": host} for task, host in started_at)]
-    notes += [{"task": "1", "code": 255}, {"text": "starting it again"}]
+    notes += [{"task": "1", "code": 255}, {"text": "restarting it"}]
     lines = "".join(json.dumps({"time": time.time(), **note}) + "\n" for note in notes)
     (tmp_path / "journal.jsonl").write_text(f'{lines}{{"time": 1')  # The last one is being written.
     state = JobFolder(tmp_path).state()
@@ -281,7 +281,7 @@ def test_what_the_page_does_not_know_of_other_hosts_and_of_mpi_is_said(tmp_path)
     assert "on that host" in tasks["worker 1"]["note"]
     assert "note" not in tasks["worker 0"]
     assert "ranks" in tasks["mpiexec"]["note"]
-    assert state["events"][0][1] == "starting it again"
+    assert state["events"][0][1] == "restarting it"
 
 
 def test_a_job_without_a_dashboard_pays_nothing(tmp_path):
@@ -371,7 +371,7 @@ def test_a_browser_shows_a_killed_worker_within_two_seconds(tmp_path):
             state = state_when(address, is_training)
             os.kill(int(state["tasks"]["worker 1"]["log"].split()[-1]), signal.SIGKILL)
             began = time.monotonic()
-            said = rf"worker 1 ended .signal 9.; starting it again in [0-9.]+ s .{left} left"
+            said = rf"worker 1 ended .signal 9.; restarting it in [0-9.]+ s .restarts left: {left}"
             browser.until(f"/{said}/.test({text})")
             seconds.append(time.monotonic() - began)
             browser.until(f"/membership {11 - 2 * left}: worker:1 joined/i.test({text})")

@@ -98,7 +98,7 @@ if rank != 1:
     assert done.returncode == 0, done.stderr
     assert (
         done.stderr
-        == "ndistribute run: worker 1 ended (signal 9); starting it again in 0 s (4 left).\n"
+        == "ndistribute run: worker 1 ended (signal 9); restarting it in 0 s (restarts left: 4).\n"
     )
     once, twice = lines_of(done, 2), lines_of(done, 1)
     assert len(once) == 1
@@ -116,7 +116,7 @@ release(0, 2) if rank == 1 else wait_for_release()
 """)
     done = run("run", "--elastic", "-n", "3", "--max-restarts", "0", path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "worker 1 ended (signal 15); starting it again in 0 s" in done.stderr
+    assert "worker 1 ended (signal 15); restarting it in 0 s" in done.stderr
     assert [len(lines_of(done, rank)) for rank in range(3)] == [1, 2, 1]
 
 
@@ -134,8 +134,8 @@ refused("worker", 1)
     assert done.returncode == 0, done.stderr
     assert lines_of(done, 1) == ["[1] try"] * 2
     assert done.stderr.splitlines() == [
-        "ndistribute run: worker 1 ended (exit code 3); starting it again in 0 s (0 left).",
-        "ndistribute run: worker 1 ended (exit code 3); the others go on.",
+        "ndistribute run: worker 1 ended (exit code 3); restarting it in 0 s (restarts left: 0).",
+        "ndistribute run: worker 1 ended (exit code 3); the others continue.",
     ]
 
 
@@ -144,10 +144,8 @@ def test_fewer_workers_than_the_least_end_the_job(script, tmp_path):
     few = ["--min-workers", "2", "--max-restarts", "1"]
     done = run("run", "--elastic", "-n", "2", *few, path, cwd=tmp_path)
     assert done.returncode == 3
-    assert "(0 left)" in done.stderr
-    assert (
-        "worker 1 failed and is not started again (exit code 3); all were stopped." in done.stderr
-    )
+    assert "(restarts left: 0)" in done.stderr
+    assert "failed and is not restarted (exit code 3); the others were stopped." in done.stderr
 
 
 def test_what_a_worker_writes_after_the_others_have_ended_is_waited_for(script, tmp_path):
@@ -251,7 +249,9 @@ def test_a_spare_that_ends_by_itself_is_named_and_not_replaced(script, tmp_path,
     path = script("os.kill(wait_for_spare(), signal.SIGKILL)\nwait()")
     monkeypatch.chdir(tmp_path)
     with started("run", "--elastic", "-n", "1", "--spares", "1", path.name) as job:
-        assert "a spare ended by itself (signal 9); 0 left." in wait_for_line(job.stderr, "spare")
+        assert "ended unexpectedly (signal 9); spares left: 0." in wait_for_line(
+            job.stderr, "spare"
+        )
         job.terminate()
         assert job.wait(HANG_SECONDS) == 128 + signal.SIGTERM
 
@@ -285,7 +285,7 @@ wait()
         knowing = sorted(wait_for_line(job.stdout, "knows") for _ in range(2))
         known = f"{here} {far} {near} near:{port + 1}"
         assert knowing == [f"[{rank}] knows {rank} {known}\n" for rank in (2, 3)]
-        assert "worker 1 ended (signal 15); the others go on." in wait_for_line(job.stderr, "ended")
+        assert "1 ended (signal 15); the others continue." in wait_for_line(job.stderr, "ended")
         hosts.write_text("localhost\nfar\n")
         # It comes back at its place.
         assert wait_for_line(job.stdout, "knows") == f"[1] knows 1 {known}\n"
@@ -302,7 +302,7 @@ def test_failures_of_ssh_are_not_those_of_a_worker(script, tmp_path, fake_ssh):
     done = run("run", "--elastic", *few, path, cwd=tmp_path, env=fake_ssh)
     assert done.returncode == 0, done.stderr
     left = [line.split()[-2:] for line in done.stderr.splitlines()]
-    assert left == [["(1", "left)."], ["(1", "left)."], ["(0", "left)."]]
+    assert left == [["left:", "1)."], ["left:", "1)."], ["left:", "0)."]]
 
 
 def test_of_the_ports_that_new_workers_need_all_are_taken_or_none():

@@ -171,7 +171,7 @@ while True:  # Until it is refused.
     addresses = [line.partition(" ")[2] for line in said if line.startswith("[")]
     assert len(addresses) == 2 + most
     assert len(set(addresses)) == 1
-    assert "ndistribute run: worker:1 ended (exit code 3); the others go on." in said
+    assert "ndistribute run: worker:1 ended (exit code 3); the others continue." in said
 
 
 @pytest.mark.parametrize(
@@ -263,5 +263,5 @@ def test_an_engine_that_is_not_installed_is_named_and_a_job_without_workers_refu
 )
 def test_an_elastic_job_that_can_not_be_is_refused(options):
     servers = options.pop("num_ps", 0)
-    with pytest.raises(ValueError, match="from 1 to the number of workers, 2, without servers"):
+    with pytest.raises(ValueError, match="between 1 and num_workers=2, and needs num_ps=0"):
         run_job(print, 2, servers, options, None, None, pickle.dumps)

@@ -33,7 +33,13 @@ while True:
         # A rank that never stops printing does not hide that another failed.
         ("-n 3", PRINT_FOREVER, 3, None, "rank 1 failed first (exit code 3)"),
         ("-n 2 --timeout 0.5", "wait()", 124, "", "run: stopped after --timeout 0.5 s.\n"),
-        ("-n 1 --max-restarts 1", "print('try')\nsys.exit(5)", 5, "[0] try\n" * 2, "(1 left)"),
+        (
+            "-n 1 --max-restarts 1",
+            "print('try')\nsys.exit(5)",
+            5,
+            "[0] try\n" * 2,
+            "(restarts left: 1)",
+        ),
         ("NDISTRIBUTE_SECRET=x -n 1", SHOW_SECRET, 0, "[0] x\n", ""),
         ("NDISTRIBUTE_SECRET_FILE=f -n 1", SHOW_SECRET, 0, "[0] None\n", ""),
         ("-n 1 -m", "print(__name__, sys.argv[1:])", 0, "[0] __main__ ['-x']\n", ""),
@@ -236,7 +242,7 @@ if rank == 0:
 """)
     done = run("run", "-n", "2", "--max-restarts", "3", "--log-dir", tmp_path / "logs", path)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("starting again") == 2
+    assert done.stderr.count("restarting in") == 2
     tries = (tmp_path / "tries0").read_text().splitlines()
     assert [len({line.split(" ", 2)[part] for line in tries}) for part in range(3)] == [3, 1, 1]
     logs = {path.name: path.read_text() for path in (tmp_path / "logs").glob("rank-0*")}

@@ -97,8 +97,8 @@ else:
     done = run(*cluster(2, 2, "--max-restarts", "2", path))
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines() == [
-        "ndistribute run: ps:0 ended (signal 9); starting it again in 0 s (1 left).",
-        "ndistribute run: worker:0 ended (signal 9); starting it again in 0 s (0 left).",
+        "ndistribute run: ps:0 ended (signal 9); restarting it in 0 s (restarts left: 1).",
+        "ndistribute run: worker:0 ended (signal 9); restarting it in 0 s (restarts left: 0).",
     ]
     counts = {task: len(lives(tmp_path, task)) for task in ("ps0", "ps1", "worker0", "worker1")}
     assert counts == {"ps0": 2, "ps1": 1, "worker0": 2, "worker1": 1}

@@ -60,7 +60,7 @@ def test_a_full_disk_is_named_once_and_hides_nothing(tmp_path):
     path.symlink_to("/dev/full")
     console.take("0", "stdout", [b"a"])
     console.take("0", "stdout", [b"b"])
-    what = f"ndistribute run: {path} is incomplete: No space left on device. The job goes on."
+    what = f"ndistribute run: {path} is incomplete: No space left on device. The job continues."
     assert (out.lines, err.lines) == ([b"a", b"b"], [what.encode()])
 
 

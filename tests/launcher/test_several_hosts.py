@@ -129,7 +129,7 @@ def test_a_host_that_ssh_can_not_connect_to_is_named(tmp_path, fake_ssh):
         "exit code 255: ssh could not connect to far, or far did not answer for 60 s; "
         "check that far and its network are up and `ssh far true` works"
     )
-    assert f"rank 0 failed first ({what}); all were stopped." in done.stderr
+    assert f"rank 0 failed first ({what}); the others were stopped." in done.stderr
     assert "No route to host" in done.stderr
 
 
@@ -147,7 +147,7 @@ def test_a_launcher_that_stands_still_loses_the_tasks_on_other_hosts(script, fak
         assert lasting(own, 0) == own
         job.send_signal(signal.SIGCONT)
         _, said = job.communicate(timeout=50)
-    assert "no beat of the launcher came in 2 s, so this task of its job was ended" in said
+    assert "the launcher did not answer for 2 s, so this task of its job was stopped" in said
     assert "rank 0 failed first (signal 15)" in said
     assert lasting(own) == []
 
@@ -166,9 +166,9 @@ if not os.path.exists(away):
     ssh.write_text(f"{begin}\n{gone}\n{rest}")
     done = run("run", "--hosts", "far:1", "--max-restarts", "1", path, env=fake_ssh)
     assert done.returncode == 0, done.stderr
-    assert "starting again in 0 s, once ssh reaches all hosts (1 left)." in done.stderr
+    assert "restarting in 0 s, once ssh reaches all hosts (restarts left: 1)." in done.stderr
     assert "ssh far ended (exit code 255: ssh could not connect to far, or" in done.stderr
-    assert "starting it again in 0 s (19 left)." in done.stderr
+    assert "restarting it in 0 s (restarts left: 19)." in done.stderr
 
 
 def test_a_host_that_stays_away_is_waited_for_until_the_timeout(script, tmp_path, fake_ssh):

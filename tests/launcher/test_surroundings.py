@@ -114,7 +114,7 @@ with socket.socket() as thief:
 
 def test_a_signal_ends_a_job_that_waits_to_start_again(script):
     with started("run", "-n", "1", "--max-restarts", "9", script("sys.exit(3)")) as job:
-        while "again in 1 s" not in job.stderr.readline():
+        while "restarting in 1 s" not in job.stderr.readline():
             assert job.poll() is None
         job.terminate()
         assert job.wait(SECONDS) == 128 + signal.SIGTERM
@@ -154,7 +154,7 @@ def test_a_last_snapshot_is_waited_for(script, tmp_path, end, code):
         assert job.wait(SECONDS) == code
         assert lasting(pids) == []
         assert (tmp_path / "snapshot").read_text() == "whole"
-        assert ("until ps:0 wrote a last snapshot" in job.stderr.read()) == (end == "fail")
+        assert ("for the last snapshot of ps:0" in job.stderr.read()) == (end == "fail")
 
 
 def test_a_last_snapshot_is_not_waited_for_without_end(script, tmp_path):
@@ -169,7 +169,7 @@ sys.exit(7)
     options = ("--workers", "1", "--ps", "1", "--snapshot-dir", tmp_path / "kept")
     done = run("run", *options, path, env={"NDISTRIBUTE_SNAPSHOT_WAIT_SECONDS": "3.5"})
     assert done.returncode == 7
-    assert "waiting 3.5 s at most until ps:0" in done.stderr
+    assert "waiting at most 3.5 s for the last snapshot of ps:0" in done.stderr
     assert lasting([int((tmp_path / "ps").read_text())], 0) == []
     wrong = run("run", *options, path, env={"NDISTRIBUTE_SNAPSHOT_WAIT_SECONDS": "long"})
     assert (wrong.returncode, wrong.stdout) == (2, "")

@@ -187,9 +187,7 @@ def test_processes_of_a_job_that_train_apart_are_warned_and_refused_one_folder(t
     job = run("run", "-n", "2", program, folder, refused)
     assert job.returncode == 0, job.stderr
     for rank in range(2):
-        warning = (
-            rf"MirroredStrategy uses this process alone, but it is worker {rank} of a job of 2"
-        )
+        warning = rf"MirroredStrategy uses only this process, which is worker {rank} of a job of 2"
         assert re.search(warning, job.stdout + job.stderr)
     assert job.stdout.count("refused Another process still used the files of 'backup") == 1
     assert job.stdout.count("training 5") == 1

@@ -54,7 +54,7 @@ def test_a_rule_can_be_named_and_made_again():
 def test_a_rule_that_makes_no_sense_is_refused():
     for name, numbers, says in (
         ("lion", {}, "no update rule 'lion'.*adagrad"),
-        ("sgd", {"beta_1": 0.9}, "no beta_1"),
+        ("sgd", {"beta_1": 0.9}, "no hyperparameter beta_1"),
         ("sgd", {"momentum": 2.0}, "momentum must be in"),
         ("sgd", {"nesterov": 1.0}, "above 0"),
         ("adam", {"beta_2": 1.0}, "beta_2 must be in"),
@@ -66,7 +66,7 @@ def test_a_rule_that_makes_no_sense_is_refused():
 
 
 def test_a_rule_needs_a_name_of_its_own_and_an_optimizer_no_arithmetic() -> None:
-    with pytest.raises(TypeError, match="Derived needs a `name` of its own"):
+    with pytest.raises(TypeError, match="Derived needs its own `name`"):
 
         class Derived(AdamRule):
             pass

@@ -118,8 +118,8 @@ def test_the_witness_is_a_third_server_or_else_a_worker(cluster, shards):
 @pytest.mark.parametrize(
     ("servers", "options", "why"),
     [
-        (2, {"replicas": 3}, "replicas is 1 or 2"),
-        (1, {"replicas": 2}, "the cluster has 1: start another server"),
+        (2, {"replicas": 3}, "replicas must be 1 or 2"),
+        (1, {"replicas": 2}, "the cluster has 1 server: start another server"),
         (2, {"replicas": 2, "max_staleness": 1}, "replicas=2 needs asynchronous updates"),
         (2, {"replicas": 2, "replicas_to_aggregate": 1}, "replicas=2 needs asynchronous updates"),
     ],
@@ -166,7 +166,7 @@ def test_snapshots_of_another_number_of_copies_are_refused(
     assert [train(before), train(before)] == [1, 2]
     other = 3 - before
     with pytest.raises(
-        ValueError, match=f"is of a strategy with replicas={before}, and .* has replicas={other}"
+        ValueError, match=f"was written with replicas={before}, and .* has replicas={other}"
     ):
         train(other)
     assert train(before) == 3

@@ -168,7 +168,7 @@ def test_a_state_counts_all_changes_also_those_that_are_no_transactions(tmp_path
 def test_snapshots_that_can_not_be_used_keep_a_server_from_starting(tmp_path):
     for data in ({"not": "a store"}, {"store": {"total": "one"}, "log": 1, "logged": False}):
         tensor_files.write(tmp_path, "ps-0", {}, data)
-        with pytest.raises(CheckpointCorruptError, match="not of this version"):
+        with pytest.raises(CheckpointCorruptError, match="another version of ndistribute wrote it"):
             StoreService(tmp_path, "ps:0")
 
 
@@ -327,7 +327,7 @@ def test_whole_requests_that_are_missing_or_out_of_order_are_told(left, damage, 
     changed = damage([path.read_bytes() for path in paths], ends)
     for path, data in zip(paths, changed, strict=True):
         path.write_bytes(data)
-    advice = r"damaged at byte \d+.* left as it is.*move later logs away"
+    advice = r"damaged at byte \d+.* file is unchanged.*move later logs away"
     with pytest.raises(CheckpointCorruptError, match=advice):
         restored(left)
     assert [path.read_bytes() for path in paths] == changed
@@ -386,7 +386,7 @@ def test_a_log_that_is_missing_is_told(left):
     with killed(left) as (_, client):
         client.ask(m.Status("snapshot"))
     (left / "ps-0.000002.log").unlink()
-    with pytest.raises(CheckpointCorruptError, match=r"000002\.log.* acknowledged are missing"):
+    with pytest.raises(CheckpointCorruptError, match=r"000002\.log.* updates are missing"):
         StoreService(left, "ps:0")
 
 
@@ -424,7 +424,7 @@ def test_after_a_sync_that_failed_nothing_is_acknowledged_until_a_snapshot(left,
         with monkeypatch.context() as patched:
             patched.setattr(os, "fdatasync", fails)
             patched.setattr(tensor_files, "write", fails)
-            for consequence in ("what was changed may be lost", "nothing was changed"):
+            for consequence in ("the change may be lost", "nothing was changed"):
                 reply = client.change(add("w", ONES), sequence=1)
                 assert reply.kind == "full"
                 assert "ps-0.000001.log" in reply.message
@@ -583,5 +583,5 @@ def test_what_is_no_log_is_refused_and_not_taken_for_an_empty_one(tmp_path, othe
         path = disk.logs[-1].path
     path.unlink()
     other(path)
-    with pytest.raises(CheckpointCorruptError, match=rf"{path.name} is no file that ndistribute"):
+    with pytest.raises(CheckpointCorruptError, match=rf"did not write .*{path.name}"):
         Disk(tmp_path, "ps:0", log=True)

@@ -62,7 +62,7 @@ def test_other_limits_than_elastic_are_refused():
 
 
 def test_a_shard_is_refused_by_name(alone):
-    with alone.scope(), pytest.raises(ValueError, match=r"'table'.*lost with its worker"):
+    with alone.scope(), pytest.raises(ValueError, match=r"'table'.*lost worker would lose"):
         sharded_variable(np.zeros((4, 2)), axis=0, name="table")
 
 

@@ -28,7 +28,7 @@ def test_results_from_before_a_loss_are_refused_where_a_part_must_not_be_missing
         *remain, _ = ranks.run(elastic_scenes.use_results_later, how)
     for each in remain:
         assert each.error == "WorkerLostError"
-        assert "made before the workers changed (membership " in each.text
+        assert "before the workers changed (membership " in each.text
         assert "in the step that makes them" in each.text
 
 
@@ -90,14 +90,16 @@ def test_a_newcomer_that_ends_before_it_has_joined_says_so(late):
     first, _, newcomer = late("breaks")
     assert first.result()[1] == 972.0
     assert newcomer.error == "NotAMember"
-    assert "has not joined its job" in newcomer.text
+    assert "without having joined its job" in newcomer.text
 
 
 def test_a_newcomer_whose_job_ends_meanwhile_ends_as_one_that_hands_over(late, capfd):
     first, _, newcomer = late("waits")
     assert first.result()[1] == 972.0
     assert (newcomer.error, newcomer.text) == ("SystemExit", str(128 + signal.SIGTERM))
-    assert "the job ended before worker:2 could join it. It has no" in capfd.readouterr().err
+    assert (
+        "the job ended before worker:2 could join it. This worker has no" in capfd.readouterr().err
+    )
 
 
 def test_values_that_others_have_not_read_are_no_zeros():
@@ -108,7 +110,7 @@ def test_values_that_others_have_not_read_are_no_zeros():
     newcomer.replay(1, others.of(1))
     assert newcomer.next("a reduction").tolist() == [1.0, 1.0]
     for what in ("a reduction", "a gathered value", "the value of 'seen'"):
-        with pytest.raises(Exception, match=f"{what}: it follows a loop that ended"):
+        with pytest.raises(Exception, match=f"{what} is not available: it follows a loop"):
             newcomer.next(what)
     assert newcomer.of(1) == others.of(1)  # For a newcomer after this one.
 

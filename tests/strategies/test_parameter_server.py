@@ -228,7 +228,7 @@ def test_an_optimizer_that_was_pickled_goes_on() -> None:
     ("options", "message"),
     [
         ({"total_num_replicas": 2}, "needs replicas_to_aggregate"),
-        ({"replicas_to_aggregate": 3}, "between 1 and the cluster.s 2 worker"),
+        ({"replicas_to_aggregate": 3}, "number of workers in the cluster, 2"),
         ({"replicas_to_aggregate": 1, "max_staleness": 1}, "not both"),
         ({"max_staleness": -1}, "0 or more"),
         ({"max_staleness": 1, "chief": True}, "remove the chief"),

@@ -35,7 +35,7 @@ def test_the_error_names_who_waited_for_whom(name, late):
         assert works(strategy)
         assert len(pool_threads()) == 1
     error = caught.value
-    assert f"replica {1 - late} waited 0.2 s for replica(s) {late}" in str(error)
+    assert f"replica {1 - late} waited 0.2 s for replica {late}" in str(error)
     assert f"{name} #2" in str(error)
     assert "timeout_seconds" in str(error)
     assert (error.rank, error.op, error.sequence) == (late, name, 2)

@@ -100,7 +100,7 @@ def test_two_strategies_take_turns_and_do_not_mix(two):
         v = nd.Variable(1.0)
         with pytest.raises(RuntimeError, match="Mixing different strategies"):
             two.run(lambda: 1)
-    with pytest.raises(RuntimeError, match="made by"):
+    with pytest.raises(RuntimeError, match="made it"):
         two.run(lambda: v + 1)
     with two.scope(), two.scope():
         assert nd.get_strategy() is two

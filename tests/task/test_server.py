@@ -103,7 +103,7 @@ def test_a_worker_without_a_chief_serves_nothing():
     cluster = {"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:0"]}
     with (
         Server(cluster, "worker", 0, environ=ENVIRON) as server,
-        pytest.raises(AuthenticationError, match="nothing here answers connections for 'ps'"),
+        pytest.raises(AuthenticationError, match="this process has no service for 'ps'"),
         reach(server),
     ):
         pass

@@ -124,7 +124,7 @@ def test_steps_count_from_a_change_of_members_and_the_report_names_each_change()
         ]
         return [event for both in of_each for event in both]
 
-    text = "membership 2: worker:1 joined: 2 workers go on"
+    text = "membership 2: worker:1 joined: 2 workers in the job"
     here = [*steps(0.0, 3), Event("members", text, 30.0, 45.0, 1), *steps(50.0, 2)]
     newcomer = [Event("members", "membership 2", 10.0, 45.0, 1), *steps(50.0, 2)]
     both = [calls(events) for events in (here, newcomer)]
@@ -134,7 +134,7 @@ def test_steps_count_from_a_change_of_members_and_the_report_names_each_change()
     said = explain(
         [Trace("worker 0", events=tuple(here)), Trace("worker 1", events=tuple(newcomer))]
     )
-    assert "Membership 2: worker:1 joined: 2 workers go on; it took 15 us." in said
+    assert "Membership 2: worker:1 joined: 2 workers in the job; it took 15 us." in said
 
 
 def test_a_process_has_come_when_the_last_of_its_replicas_has():
@@ -197,7 +197,7 @@ def test_ranks_in_step_are_not_blamed_and_the_wire_is():
     for rank, trace in enumerate(slow):
         waits = [e._replace(name="wait") if e.name == "reduce" else e for e in trace.events]
         slow[rank] = replace(trace, events=tuple(waits))
-    assert "Waiting takes 50%, for no one process" in trace_report.explain(slow)
+    assert "Waiting takes 50%, but nobody is late" in trace_report.explain(slow)
 
 
 def test_merged_times_start_at_zero_and_put_a_call_of_all_ranks_at_one_place():

@@ -106,5 +106,5 @@ def test_who_is_late_in_a_real_job_is_found(tmp_path, capfd, program, launcher, 
     for name in ("compute", *names.split()):
         assert name in said.splitlines()[2]
     assert f"{late} is late: " in said, said
-    assert "No trace of" not in said
+    assert "There is no trace of" not in said
     assert cli.main(["trace", "merge", str(traces)]) == 0

@@ -147,7 +147,7 @@ def test_a_client_tells_its_hello_to_nobody_who_has_not_proved_itself():
     [
         (changed(CLIENT, version="2"), "version 2"),
         (changed(CLIENT, job="another"), "NDISTRIBUTE_JOB_ID"),
-        (changed(CLIENT, audience="ps:1"), "looks for ps:1, and this is ps:0"),
+        (changed(CLIENT, audience="ps:1"), "expected ps:1, but this is ps:0"),
         (changed(CLIENT, purpose="unheard of"), "not here"),
     ],
 )
@@ -184,7 +184,7 @@ def test_a_replayed_side_is_refused(side):
 def test_nobody_is_deceived_by_its_own_words():
     steps = join(SECRET, CLIENT, "a mirror")
     own = next(steps)
-    with pytest.raises(AuthenticationError, match="sent back the greeting"):
+    with pytest.raises(AuthenticationError, match="sent back this process's own greeting"):
         send_all(steps, None, own[:4], own[4:])
     steps = join(SECRET, CLIENT, "a mirror")  # Also with the role of the greeting changed.
     own = next(steps)
@@ -196,7 +196,7 @@ def test_nobody_is_deceived_by_its_own_words():
     answer = driven(server_of(), FROM_CLIENT[:4], FROM_CLIENT[4:])
     mirror = server_of()  # No other server makes the proof of a client.
     driven(mirror, answer[:4], answer[4:])
-    with pytest.raises(AuthenticationError, match="sent back the greeting"):
+    with pytest.raises(AuthenticationError, match="sent back this process's own greeting"):
         next(mirror)
 
 

@@ -235,7 +235,7 @@ def test_a_socket_that_a_launcher_keeps_is_taken_and_another_refused(server):
             assert sock.getsockname()[1] == port
         with pytest.raises(OSError, match=f"listens on port {port}"):
             listen("127.0.0.1:1", environ)
-    with pytest.raises(OSError, match="no open socket"):
+    with pytest.raises(OSError, match="not an open socket"):
         listen("127.0.0.1:1", {LISTEN_FD: "9999"})
 
 
@@ -312,7 +312,7 @@ def test_the_environment_names_all_files_of_tls_or_none():
     assert tls_files(every) == TlsFiles("cert", "key", "ca")
     assert tls_files(dict.fromkeys(TLS_NAMES, "")) is None
     for missing in TLS_NAMES:
-        with pytest.raises(ValueError, match=f"{missing} is not set"):
+        with pytest.raises(ValueError, match=f"not set: {missing}"):
             tls_files({name: value for name, value in every.items() if name != missing})
 
 

@@ -152,7 +152,7 @@ def test_a_client_may_bear_less_silence_than_its_process(caplog):
             for client in (hasty, patient):
                 assert client.call(Note("here"), SECONDS).text == "here"
             child.signal(signal.SIGSTOP)
-            with pytest.raises(WorkerLostError, match="nothing was heard of it for 0"):
+            with pytest.raises(WorkerLostError, match="it sent nothing for 0"):
                 hasty.call(Note(), SECONDS)
             call = patient.start(Note("late"), SECONDS)
             child.signal(signal.SIGCONT)
@@ -165,8 +165,8 @@ def test_who_does_not_belong_learns_it_at_once(job):
     other._hello = type(other._hello)(purpose="nothing", name="me")
     for stranger, reason in (
         (client_of(client.address, STRANGER), "another secret"),
-        (client_of(client.address, audience="ps:1"), "looks for ps:1, and this is ps:0"),
-        (other, "nothing here answer"),
+        (client_of(client.address, audience="ps:1"), "expected ps:1, but this is ps:0"),
+        (other, "this process has no service"),
     ):
         with contextlib.closing(stranger), pytest.raises(AuthenticationError, match=reason):
             stranger.call(Note(), SECONDS)
