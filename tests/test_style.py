@@ -35,7 +35,7 @@ BUDGETS = {
     "interop": 1137,
     "jit": 1658,
     "launcher": 2114,
-    "models": 7475,
+    "models": 7478,
     "optimizers": 1056,
     "parameter_server": 2196,
     "strategies": 2389,
@@ -45,7 +45,7 @@ BUDGETS = {
     "variables": 1154,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 45653
+TESTS_BUDGET = 45654
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -9,7 +9,7 @@ import operator
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import cache, cached_property
 from pathlib import Path
@@ -394,6 +394,9 @@ def _directive(kind: type, member: str) -> str:
 
 def constructor(kind: type, signature: Any = inspect.signature) -> inspect.Signature:
     """Return the signature of a class, with what ``*args`` and ``**options`` pass to its bases."""
+    if issubclass(kind, nd.layers.RNN) and kind is not nd.layers.RNN:
+        cell = getattr(nd.layers, f"{kind.__name__}Cell")
+        return _around(constructor(cell, signature), constructor(nd.layers.RNN, signature))
     ours = [base for base in kind.__mro__ if base.__module__.startswith("ndistribute")]
     inits = [vars(base)["__init__"] for base in ours if "__init__" in vars(base)]
     makers = [vars(base)["__new__"] for base in ours if "__new__" in vars(base)]
@@ -402,7 +405,33 @@ def constructor(kind: type, signature: Any = inspect.signature) -> inspect.Signa
     if not inits and makers and ours[-1].__name__ != "Explaining":
         inits = [kind.__new__]
     lists = [[*signature(each).parameters.values()][1:] for each in inits]
-    return inspect.Signature([_typed(each) for each in _merged(lists) if each.name[0] != "_"])
+    merged = [_typed(each) for each in _merged(lists) if each.name[0] != "_"]
+    if issubclass(kind, nd.layers.Layer):  # Its options are those of its weights.
+        merged = [each for each in merged if each.kind is not each.VAR_KEYWORD]
+        known = {each.name for each in merged}
+        merged += [each for each in _of_weights(kind.weights_of_kind) if each.name not in known]
+    return inspect.Signature(merged)
+
+
+def _around(cell: inspect.Signature, rnn: inspect.Signature) -> inspect.Signature:
+    """Return the signature of a layer around a cell, which takes the arguments of `RNN`, too."""
+    more = rnn.parameters.values()
+    layer = [each for each in more if each.name not in {"cell", *cell.parameters}]
+    keywords = [each.replace(kind=each.KEYWORD_ONLY) for each in layer]
+    return inspect.Signature([*cell.parameters.values(), *keywords])
+
+
+def _of_weights(starts: dict[str, Any]) -> Iterator[inspect.Parameter]:
+    """Yield the parameters of a layer that set how its weights start, and their regularizers."""
+    for weight, start in starts.items():
+        key = weight.removesuffix("_kernel")
+        for what, default in ("initializer", start), ("regularizer", None):
+            yield inspect.Parameter(
+                f"{key}_{what}",
+                inspect.Parameter.KEYWORD_ONLY,
+                default=default,
+                annotation=str | Callable[[Any], Any] | None,
+            )
 
 
 def _typed(parameter: inspect.Parameter) -> inspect.Parameter:

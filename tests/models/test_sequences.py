@@ -284,6 +284,7 @@ def twice(layer, *arrays):
         (lambda: layers.LSTM(2)(X[0]), "needs three axes"),
         (lambda: layers.LSTMCell(2)(X, []), "needs the axes .batch of one time step"),
         (lambda: layers.GRU(2, reset_after=False), "reset_after=False is not supported"),
+        (lambda: layers.GRU(2, unit_forget_bias=False), "unit_forget_bias is for LSTM"),
         (lambda: layers.RNN(layers.Dense(2)), "a cell needs a state_size"),
         (lambda: layers.RNN([layers.GRUCell(2)]), "Put an RNN around each of"),
         (lambda: twice(layers.LSTM(2), X, X[..., :2]), "built for 4 features"),

@@ -154,7 +154,10 @@ class LSTMCell(SimpleRNNCell):
         if not reset_after:
             raise ValueError(f"{self.name}: reset_after=False is not supported: leave it out.")
         self.step = self._kind(self.step.activation, activations.get(recurrent_activation))
-        if unit_forget_bias and self._kind is operations.LSTMStep:
+        has_forget_gate = self._kind is operations.LSTMStep
+        if not (unit_forget_bias or has_forget_gate):
+            raise ValueError(f"{self.name}: unit_forget_bias is for LSTM: leave it out.")
+        if unit_forget_bias and has_forget_gate:
             self._starts["bias"] = functools.partial(self._forgetting, self._starts["bias"])
 
     def _forgetting(self, start: Callable[..., Any], shape: Any, dtype: Any) -> Any:
