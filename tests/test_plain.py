@@ -89,5 +89,8 @@ def test_models_of_earlier_versions_are_read_and_written_alike():
 
 def test_a_file_makes_objects_of_models_alone():
     node = {"made": "rmtree", "group": "compat.tf.io.gfile", "config": {"dict": {}}}
-    with pytest.raises(ValueError, match=r"a file needs 'compat\.tf\.io\.gfile', which is unknown"):
+    with pytest.raises(
+        ValueError,
+        match=r"a file needs 'compat\.tf\.io\.gfile', which this program does not define",
+    ):
         Architecture("a file").decode(node)

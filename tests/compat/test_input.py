@@ -64,7 +64,7 @@ def test_logical_cpus_are_the_devices_of_a_strategy():
             assert strategy.num_replicas_in_sync == 1
     finally:
         nd.set_logical_cpus(1)
-    with pytest.raises(ValueError, match="at least one logical CPU, got 0"):
+    with pytest.raises(ValueError, match="number of logical CPUs must be 1 or more, got 0"):
         nd.set_logical_cpus(0)
 
 

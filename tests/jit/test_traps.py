@@ -265,7 +265,7 @@ def test_a_call_under_a_tape_is_refused():
 def test_collectives_are_refused_under_several_replicas():
     f = nd.function(lambda x: nd.get_replica_context().all_reduce("sum", x))
     strategy = nd.MirroredStrategy(["cpu:0", "cpu:1"])
-    with pytest.raises(TypeError, match="all_reduce in a compiled function"):
+    with pytest.raises(TypeError, match="all_reduce was called in a compiled function"):
         strategy.run(f, args=(X,))
     strategy.close()
 

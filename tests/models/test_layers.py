@@ -484,7 +484,9 @@ def test_mistakes_with_shards_say_what_to_do():
     with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as both:
         w = sharded_variable(np.ones(4), axis=0, name="w")
         sgd = nd.optimizers.SGD(0.1)
-        with pytest.raises(RuntimeError, match="'w' inside run: assign the whole value outside"):
+        with pytest.raises(
+            RuntimeError, match="'w' is not possible inside run: assign the whole value outside"
+        ):
             both.run(lambda: w.assign(np.ones(2)))
         with pytest.raises(ValueError, match="apply its gradients inside run"):
             sgd.apply_gradients([(np.ones(4), w)])
