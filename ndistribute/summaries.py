@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -115,20 +116,27 @@ def _writing(make: Callable[..., bytes]) -> Callable[..., bool]:
         _defaults.writer.add(make(name, data, **options), int(step))
         return True
 
-    return functools.wraps(make, ["__name__", "__doc__"])(write)
+    written = functools.wraps(make, ["__name__", "__doc__"])(write)
+    shown = inspect.signature(make)
+    name, data, *options = shown.parameters.values()
+    step = inspect.Parameter("step", data.kind, default=None, annotation="Any")
+    written.__signature__ = shown.replace(  # type: ignore[attr-defined]
+        parameters=[name, data, step, *options], return_annotation="bool"
+    )
+    return written
 
 
 @_writing
 def scalar(name: str, data: Any) -> bytes:
-    """Write a number."""
+    """Write a number at a step; None: the step of `as_default`."""
     value = float(data)
     timeline.counter(name, value)
     return event_files.scalar(name, value)
 
 
 @_writing
-def histogram(name: str, data: Any, buckets: int = 30) -> bytes:
-    """Write the distribution of an array's values."""
+def histogram(name: str, data: Any, *, buckets: int = 30) -> bytes:
+    """Write the distribution of an array's values at a step, like `scalar`."""
     if buckets != 30:
         raise ValueError(f"histogram: buckets must be 30, got {buckets}.")
     return event_files.histogram(name, data)
@@ -136,13 +144,13 @@ def histogram(name: str, data: Any, buckets: int = 30) -> bytes:
 
 @_writing
 def text(name: str, data: Any) -> bytes:
-    """Write text."""
+    """Write text at a step, like `scalar`."""
     return event_files.text(name, str(np.asarray(data)[()]))
 
 
 @_writing
-def image(name: str, data: Any, max_outputs: int = 3) -> bytes:
-    """Write images: bytes, or floats from 0 to 1."""
+def image(name: str, data: Any, *, max_outputs: int = 3) -> bytes:
+    """Write images, bytes or floats from 0 to 1, at a step, like `scalar`."""
     pixels = np.asarray(data)[:max_outputs]
     if pixels.dtype.kind == "f":
         pixels = (np.clip(pixels, 0, 1) * 255 + 0.5).astype(np.uint8)

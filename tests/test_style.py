@@ -35,17 +35,17 @@ BUDGETS = {
     "interop": 1137,
     "jit": 1658,
     "launcher": 2114,
-    "models": 7478,
+    "models": 7482,
     "optimizers": 1056,
     "parameter_server": 2196,
     "strategies": 2389,
     "task": 303,
-    "top level": 3393,
+    "top level": 3401,
     "transport": 2037,
     "variables": 1154,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 45659
+TESTS_BUDGET = 45670
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

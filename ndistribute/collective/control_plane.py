@@ -35,7 +35,7 @@ _REPEAT_SECONDS = (0.05, 1.0)  # The shortest and the longest time between two s
 # How long to wait for an answer of rank 0, and for data after rank 0 has left.
 _GRACE_SECONDS = 1.0
 _REASON_CHARACTERS = 2000
-_LATE = " If they need more time, raise CommunicationOptions(timeout_seconds=...)."
+_LATE = " If they need more time, increase timeout_seconds in CommunicationOptions."
 
 _Key = tuple[str, int, Place]  # An exchange: its kind, the generation, and its number.
 

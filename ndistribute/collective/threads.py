@@ -162,7 +162,7 @@ class Rendezvous:
         absent = [other for other, held in enumerate(meeting.calls) if held is None]
         whom = ", ".join(f"replica {k}" for k in absent) or "the others in the reduction"
         what = f"replica {rank} waited {call.timeout:g} s for {whom}."
-        text = f"{what} If they need more time, raise CommunicationOptions(timeout_seconds=...)."
+        text = f"{what} If they need more time, increase timeout_seconds in CommunicationOptions."
         error = call.error(CollectiveTimeoutError, text, absent[0] if absent else None)
         with self._mutex:
             if meeting is self._meeting:

@@ -93,7 +93,7 @@ class Symbolic(ArrayMethods, NDArrayOperatorsMixin):
         raise TypeError(f"{self!r} has no truth value before it is run: {why}")
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        why = "pass it to NumPy's functions that graphs support, or fetch it with Session.run."
+        why = "pass it to functions of NumPy or nd.models.nn, or fetch it with Session.run."
         raise TypeError(f"{self!r} has no values before it is run: {why}")
 
     @staticmethod

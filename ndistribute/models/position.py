@@ -12,6 +12,10 @@ from ndistribute.models.callbacks.callback import Callback
 from ndistribute.variables import Variable
 
 NO_BATCHES = "{} got no batches: the dataset, or each array, is empty."
+USED_UP = (
+    "{} got no batches for another epoch: a generator yields its batches once. Pass "
+    "steps_per_epoch, or a dataset, which can be iterated over again."
+)
 
 
 @dataclasses.dataclass(eq=False)
@@ -101,7 +105,7 @@ class TrainingPosition:
             batch = next(self.iterator, None)
         if batch is None:
             if not self.steps_made or (steps is None and not self.step):
-                raise ValueError(NO_BATCHES.format("fit"))
+                raise ValueError((USED_UP if self.steps_made else NO_BATCHES).format("fit"))
             if steps is not None:
                 self.exhausted, self.iterator = not self.step, None
                 warn_of_end(f"epoch {self.epoch + 1}", self.step, f"steps_per_epoch={steps}")

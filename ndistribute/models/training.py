@@ -107,8 +107,8 @@ class Trainer(TrainingSteps):
         scored = _batches.for_validation(validation_data, *sizes)
         with self.strategy.scope(), ExitStack() as on_exit:
             data = _batches.batches_of(x, y, sample_weight, batch_size, shuffle, class_weight)
-            self._build_from(data)
             distributed = self._distributed(data, steps_per_epoch=steps_per_epoch)
+            self._build_from(data)
             steps = distributed.cardinality() if steps_per_epoch is None else steps_per_epoch
             self.history = History()
             members = [callbacks] if isinstance(callbacks, Callback) else callbacks or ()

@@ -149,8 +149,8 @@ def _name_missing(workers: Workers, broken: Exception) -> None:
         raise CollectiveTimeoutError(
             f"a compiled step of worker {workers.rank} was interrupted, because worker "
             f"{error.rank} does not answer: it runs other code, or did not begin the step within "
-            f"{seconds:g} s. Every worker must run the same steps. If they need more time, raise "
-            "CommunicationOptions(timeout_seconds=...). Start the job again from its last "
+            f"{seconds:g} s. Every worker must run the same steps. If they need more time, "
+            "increase timeout_seconds in CommunicationOptions. Start the job again from its last "
             "checkpoint.",
             rank=error.rank,
             op="step",

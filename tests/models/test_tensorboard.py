@@ -1,6 +1,7 @@
 """What TensorBoard is shown: a reader of event files of our own finds what was written."""
 
 import contextlib
+import inspect
 import os
 import struct
 import subprocess
@@ -225,6 +226,12 @@ def test_a_loop_writes_scalars_text_and_images(tmp_path):
     assert not nd.summary.scalar("loss", 0.5, step=4)  # There is no writer.
     found = [(step, *values) for step, values in events(tmp_path)]
     assert found == [(3, "loss"), (0, "note"), (0, "digits/image/0")]
+
+
+def test_the_signatures_of_summaries_show_the_step():
+    shown = [str(inspect.signature(function)) for function in (nd.summary.scalar, nd.summary.image)]
+    assert shown[0] == "(name: 'str', data: 'Any', step: 'Any' = None) -> 'bool'"
+    assert "step: 'Any' = None, *, max_outputs: 'int' = 3)" in shown[1]
 
 
 def test_a_graph_is_shown(tmp_path):

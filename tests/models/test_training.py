@@ -264,6 +264,13 @@ def refit(model: Sequential, loss: Any) -> None:
     model.fit(X, Y, verbose=0)
 
 
+def fit_unbatched() -> None:
+    """Fit a model that has no variables yet to a dataset without batches."""
+    model = Sequential([layers.Dense(3)])
+    model.compile("sgd", losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.fit(nd.Dataset.from_tensor_slices((X, Y)), verbose=0)
+
+
 class TwoOutputs(Model):
     """A model of two outputs."""
 
@@ -287,6 +294,8 @@ class TwoOutputs(Model):
         (lambda m: m.fit(X, Y + 3, verbose=0), r"labels must be in \[0, 3\), got 3 to 5"),
         (lambda m: m.fit(X[:0], Y[:0], verbose=0), "fit got no batches"),
         (lambda m: m.evaluate(X[:0], Y[:0], verbose=0), "evaluate got no batches"),
+        (lambda m: m.fit(iter([(X, Y)]), epochs=2, verbose=0), "for another epoch: a generator"),
+        (lambda m: fit_unbatched(), "got an unbatched dataset"),
         (lambda m: Sequential([layers.Dense(1)]).predict(X[:0]), "got no batches"),
         (lambda m: m.fit(X, verbose=0), "got no labels: pass y"),
         (lambda m: m.fit(X, (Y, Y), verbose=0), "got labels: a tuple of 2 for one output"),
