@@ -130,7 +130,9 @@ def test_an_array_around_a_function_may_not_change_between_calls():
     assert compiled(X)[0] == 6
     np.testing.assert_array_equal(compiled(X), X * 6 + table)
     table[0] = 7
-    with pytest.raises(TracingError, match=r"test_traps.py:\d+ has changed"):
+    with pytest.raises(
+        TracingError, match=r"test_traps.py:\d+ has changed, but the step was compiled"
+    ):
         compiled(X)
     table[0] = 0
     np.testing.assert_array_equal(compiled(X), X * 6 + table)
