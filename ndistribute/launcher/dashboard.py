@@ -203,7 +203,8 @@ class JobFolder:
                 process["state"] = state
             traces.append((name, follower))
         for path in sorted(self._folder.glob("*.log"), key=os.path.getmtime):
-            if task := tasks.get(_name(path.name.partition(".")[0])):
+            task = tasks.get(_name(path.name.partition(".")[0]))
+            if task and os.path.getmtime(path) >= since:
                 with path.open("rb") as file:
                     file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
                     task["log"] = file.read().decode(errors="replace")

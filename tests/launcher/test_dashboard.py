@@ -219,16 +219,22 @@ def test_the_next_job_in_a_folder_shows_nothing_of_the_last(tmp_path):
     here, job = socket.gethostname(), JobFolder(tmp_path)
     for number, began in enumerate((time.time() - 60, time.time())):
         about = {"job": "train.py", "traces": str(tmp_path), "pid": os.getpid(), "host": here}
-        (tmp_path / "journal.jsonl").write_text(json.dumps({"time": began, **about}) + "\n")
+        notes = {"time": began, **about}, {"time": began, "task": "0", "pid": 1}
+        (tmp_path / "journal.jsonl").write_text("".join(f"{json.dumps(n)}\n" for n in notes))
         for each in (job, JobFolder(tmp_path)):
             assert each.state()["series"] == {}
+            assert not any(task["log"] for task in each.state()["tasks"].values())
         with contextlib.closing(timeline.Recorder(tmp_path)) as recorder:
             recorder.identify("rank 0", ["rank 0"])
             recorder.count("loss", number)
         for each in (job, JobFolder(tmp_path)):
             ((_, value),) = each.state()["series"]["loss"]["worker 0"]
             assert value == number
-        os.utime(tmp_path / "trace-0.json", (began, began))
+        (tmp_path / "rank-0.log").write_text(f"job {number}")
+        for each in (job, JobFolder(tmp_path)):
+            assert each.state()["tasks"]["worker 0"]["log"] == f"job {number}"
+        for name in ("trace-0.json", "rank-0.log"):
+            os.utime(tmp_path / name, (began, began))
 
 
 def test_a_page_of_many_workers_stays_small(tmp_path):
