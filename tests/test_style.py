@@ -27,14 +27,14 @@ BUDGETS = {
     "autodiff": 2845,
     "cluster": 673,
     "collective": 4660,
-    "compat": 3965,
+    "compat": 3966,
     "coordinator": 921,
     "data": 2941,
-    "estimator": 1504,
+    "estimator": 1506,
     "graph": 4767,
     "interop": 1137,
     "jit": 1658,
-    "launcher": 2114,
+    "launcher": 2115,
     "models": 7482,
     "optimizers": 1056,
     "parameter_server": 2196,
@@ -45,7 +45,7 @@ BUDGETS = {
     "variables": 1154,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 45670
+TESTS_BUDGET = 45679
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

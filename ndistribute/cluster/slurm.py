@@ -192,7 +192,7 @@ def _need(environ: Mapping[str, str], *names: str) -> str:
     for name in names:
         if environ.get(name):
             return environ[name]
-    what = f"Slurm did not start this process: {' or '.join(names)} is not set."
+    what = f"Slurm did not start this process, which has no {' and no '.join(names)}."
     raise ValueError(f"{what} Start it with `srun --ntasks=4 python script.py`.")
 
 

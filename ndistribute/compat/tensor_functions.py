@@ -63,7 +63,8 @@ def _split(value: Any, n: Any, axis: Any = 0, num: Any = None) -> Any:
         sizes[sizes.index(-1)] = value.shape[axis] - sum(sizes) - 1
     if min(sizes) < 0 or sum(sizes) != value.shape[axis]:
         raise InvalidArgumentError(
-            f"split: the sizes {[*n]} do not add up to the length {value.shape[axis]} of the axis."
+            f"split: the sizes {[*n]} must be 0 or more, and add up to the length of the axis, "
+            f"{value.shape[axis]}."
         )
     return np.split(value, np.cumsum(sizes)[:-1], axis)
 

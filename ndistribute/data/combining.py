@@ -122,8 +122,8 @@ class Combining(Pipeline):
         shares = [1.0] * len(parts) if weights is None else weights
         if np.shape(shares) != (len(parts),) or not np.all(np.greater_equal(shares, 0)):
             raise ValueError(
-                f"{name}: weights must be one number, 0 or more, for each of the "
-                f"{count_of(len(parts), 'dataset')}, got {weights!r}."
+                f"{name}: weights must have one number, 0 or more, for each dataset; got "
+                f"{weights!r} for {count_of(len(parts), 'dataset')}."
             )
         parts = tuple(compress(parts, shares)) or (sources.numbers(range(0)),)
         bounds = np.cumsum([share for share in shares if share] or [1.0])

@@ -176,7 +176,9 @@ class Estimator:
 
     def export_saved_model(self, *args: Any, **options: Any) -> NoReturn:
         """Raise `NotImplementedError`: an estimator has no export."""
-        why = "train a model with tf.keras.estimator.model_to_estimator, and call its export"
+        why = (
+            "train a model with tf.keras.estimator.model_to_estimator, and call export of the model"
+        )
         raise NotImplementedError(
             f"an estimator has no export: {why}; or use the checkpoints of the estimator."
         )

@@ -388,7 +388,7 @@ def test_torchrun_s_variables_are_all_set_or_none(missing):
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "is set, only OMPI_COMM_WORLD_SIZE"),
         ({"PMI_RANK": "0"}, "the pairs .*PMI_RANK and PMI_SIZE, .*, only PMI_RANK"),
         ({"PMIX_RANK": "0"}, "PMIX_RANK and SLURM_NTASKS is set, only PMIX_RANK"),
-        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_JOB_NODELIST is not set"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "has no SLURM_STEP_NODELIST and no SLURM_JOB_NODELIST"),
     ],
 )
 def test_a_rank_without_the_number_of_ranks_does_not_train_alone(environ, message, monkeypatch):

@@ -59,7 +59,7 @@ WRONG = [
     (lambda: Dataset.list_files("none"), "list_files: no file matches 'none'"),
     (
         lambda: list(Dataset.sample_from_datasets([NUMBERS], [1, 2])),
-        r"for each of the 1 dataset, got",
+        r"for each dataset; got \[1, 2\] for 1 dataset\.",
     ),
     (lambda: Dataset.sample_from_datasets([]), "at least one dataset"),
     (lambda: Dataset.choose_from_datasets([], NUMBERS), "at least one dataset"),

@@ -110,7 +110,7 @@ fc.crossed_column(["word"], 10)
 fc.crossed_column(["word", AGE], 10)
 -> ValueError: crossed_column needs a categorical column
 Estimator(linear, params={}).export_saved_model("path", print)
--> NotImplementedError: call its export
+-> NotImplementedError: call export of the model
 fc.embedding_column(ID, 2, "max")
 -> ValueError: combiner
 fc.categorical_column_with_identity("id", 0)
