@@ -583,7 +583,8 @@ class RpcServer:
                 if not error.clean:
                     with self._lock:  # A task may have many connections, which end together.
                         level = logging.DEBUG if peer.task in self._lost else logging.WARNING
-                        self._lost.add(peer.task)
+                        if ":" in peer.task:  # Other names may be those of several processes.
+                            self._lost.add(peer.task)
                     _log.log(level, "the connection of %s ended: %s", peer.name, str(error))
                 return not error.clean
             except MalformedError as error:

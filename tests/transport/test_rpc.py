@@ -131,6 +131,17 @@ def test_the_loss_of_a_client_with_several_connections_is_logged_once_each_time(
             assert all(died for _, died, _ in echo.gone)
 
 
+def test_the_loss_of_each_of_several_programs_with_one_name_is_logged(caplog):
+    with serving() as (echo, address):
+        with Child() as one, Child() as other:
+            for process in (one, other):
+                process.run(f"client = client_of({address!r}, name='client')")
+                assert process.run("client.call(Note('here')).text") == "here"
+        wait_until(lambda: len(echo.gone) == 2)
+        records = [each for each in caplog.records if "connection of client" in each.getMessage()]
+        assert [record.levelname for record in records] == ["WARNING"] * 2
+
+
 def test_waits_for_a_server_that_is_not_up_yet_and_gives_up_at_the_deadline():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
