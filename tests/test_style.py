@@ -45,7 +45,7 @@ BUDGETS = {
     "variables": 1154,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 45679
+TESTS_BUDGET = 45695
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -191,7 +191,7 @@ class PiecewiseConstantDecay(LearningRateSchedule):
             )
         if list(self.boundaries) != sorted(set(self.boundaries)):
             raise ValueError(
-                "PiecewiseConstantDecay: boundaries must be in ascending order, got "
+                "PiecewiseConstantDecay: each boundary must be above the one before it, got "
                 f"{self.boundaries}."
             )
 

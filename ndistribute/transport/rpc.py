@@ -581,10 +581,9 @@ class RpcServer:
                 call, request = connection.receive()
             except ConnectionLostError as error:
                 if not error.clean:
-                    with self._lock:  # A task may have many connections, which end together.
+                    with self._lock:  # A task may have many connections; other names, many owners.
                         level = logging.DEBUG if peer.task in self._lost else logging.WARNING
-                        if ":" in peer.task:  # Other names may be those of several processes.
-                            self._lost.add(peer.task)
+                        self._lost |= {peer.task} if ":" in peer.task else set()
                     _log.log(level, "the connection of %s ended: %s", peer.name, str(error))
                 return not error.clean
             except MalformedError as error:

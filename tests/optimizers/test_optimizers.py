@@ -100,6 +100,15 @@ def test_a_clipping_bound_is_above_zero() -> None:
         SGD(0.1, clipnorm=0.0)
 
 
+@pytest.mark.parametrize(
+    ("boundaries", "message"),
+    [([5], "got 1 boundary and 3 values"), ([5, 5], r"above the one before it, got \[5, 5\]")],
+)
+def test_boundaries_increase_and_values_are_one_more(boundaries: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        nd.optimizers.schedules.PiecewiseConstantDecay(boundaries, [1.0, 0.5, 0.1])
+
+
 @host_memory("it computes with arrays of the host")
 def test_minimize_is_apply_gradients_of_the_tapes_gradients(strategy: nd.Strategy) -> None:
     rows = RNG.normal(size=(8, 6))
