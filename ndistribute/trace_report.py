@@ -11,9 +11,11 @@ import json
 import os
 import re
 import sys
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -319,15 +321,45 @@ def explain(traces: Sequence[Trace]) -> str:
 
 
 def _replicas(trace: Trace) -> list[Trace]:
-    """Return a trace for each replica of a process, or the same trace if it has one replica."""
+    """Return a trace for each replica of a process, or the same trace if it has one replica.
+
+    Between two steps, all replicas wait for the thread of replica 0, which reads the input. So
+    this work of replica 0 fills the idle time of the others.
+    """
     parts: dict[int, list[Event]] = defaultdict(list)
     computing = {event.thread for event in trace.events if event.name == "compute"}
     for event in trace.events:
         if event.thread in computing:
             match = _REPLICA.search(trace.threads.get(event.thread, ""))
             parts[int(match[1]) if match else 0].append(event)
+    steps = _gaps(event for event in parts.get(0, ()) if event.name == "compute")
+    between = [part for event in parts.get(0, ()) for part in _within(event, steps)]
+    for number in parts.keys() - {0}:
+        events, idle = parts[number], _gaps(parts[number])
+        copies = [part for event in between for part in _within(event, idle)]
+        parts[number] = events + [copy._replace(thread=events[0].thread) for copy in copies]
     replicas = [replace(trace, name=f"replica {k}", events=tuple(parts[k])) for k in sorted(parts)]
     return replicas if len(replicas) > 1 else [trace]
+
+
+def _gaps(events: Iterable[Event]) -> list[tuple[float, float]]:
+    """Return the start and end of each time that is in none of the events, in order."""
+    gaps, end = [], -inf
+    for event in sorted(events, key=lambda e: e.start):
+        if event.start > end:
+            gaps.append((end, event.start))
+        end = max(end, event.end)
+    return [*gaps, (end, inf)]
+
+
+def _within(event: Event, gaps: Sequence[tuple[float, float]]) -> Iterator[Event]:
+    """Yield the parts of an event that are in the gaps."""
+    first = max(0, bisect_right(gaps, (event.start, inf)) - 1)
+    for start, end in islice(gaps, first, None):
+        if start >= event.end:
+            break
+        if end > event.start:
+            yield event._replace(start=max(start, event.start), end=min(end, event.end))
 
 
 def _table(every: Mapping[str, Mapping[str, float]]) -> Iterator[str]:

@@ -40,12 +40,12 @@ BUDGETS = {
     "parameter_server": 2196,
     "strategies": 2389,
     "task": 303,
-    "top level": 3401,
+    "top level": 3423,
     "transport": 2037,
     "variables": 1154,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 45695
+TESTS_BUDGET = 45720
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

@@ -163,6 +163,39 @@ def test_a_late_rank_that_does_something_untraced_is_told_to_look_at_its_input()
     assert "in no span" in said
 
 
+def replicas(reading: float, computing: list[float], steps: int = 20) -> Trace:
+    """Return the trace of a process whose first thread reads the input of all its replicas."""
+    events, meet = [], 0.0
+    for step in range(steps):
+        start = meet + reading
+        events.append(Event("input", "", meet, start, 1))
+        meet = start + max(computing)
+        for thread, busy in enumerate(computing, 1):
+            title = f"all_reduce #{step}"
+            # The threads of the other replicas start a little later and end a little later.
+            late = 10.0 * (thread - 1)
+            events.append(Event("wait", title, start + busy, meet, thread))
+            events.append(Event("compute", "", start + late, meet + late, thread))
+    names = {n: "MainThread" if n == 1 else f"replicas:{n - 1}" for n in range(1, 9)}
+    return Trace("process 1", events=tuple(events), threads=names)
+
+
+def test_a_late_replica_is_not_blamed_for_the_input_that_replica_0_reads():
+    said = explain([replicas(7 * STEP, [1000.0, STEP + 1000])])
+    assert "Replica 1 is late" in said
+    assert "It computes 10.0 ms a step more than the others" in said
+    assert "Input takes 86%" in said
+    assert "in no span" not in said
+
+
+def test_time_of_all_replicas_in_no_span_stays_in_no_span():
+    trace = replicas(7 * STEP, [STEP, STEP])
+    unread = tuple(event for event in trace.events if event.name != "input")
+    said = explain([replace(trace, events=unread)])
+    assert "87% of the time is in no span" in said
+    assert "Input takes" not in said
+
+
 def test_a_late_rank_is_found_also_where_others_come_last_to_small_calls():
     ranks = []
     for rank, trace in enumerate(job([STEP, STEP + 4000])):
