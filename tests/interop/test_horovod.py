@@ -146,7 +146,7 @@ def test_init_is_needed_and_takes_all_processes():
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"named_parameters": [("a", None), ("a", None)]}, "a is not"),
+        ({"named_parameters": [("a", None), ("a", None)]}, "occur twice: a"),
         ({"named_parameters": [("a", None)]}, "were not named"),
         ({"named_parameters": [None]}, "tuples"),
         ({"op": "sum", "gradient_predivide_factor": 2.0}, "gradient_predivide_factor"),
