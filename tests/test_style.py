@@ -26,7 +26,7 @@ UNFINISHED = ("TODO", "FIXME", "XXX", "HACK")
 BUDGETS = {
     "autodiff": 2845,
     "cluster": 673,
-    "collective": 4660,
+    "collective": 4666,
     "compat": 3966,
     "coordinator": 921,
     "data": 2941,
@@ -45,7 +45,7 @@ BUDGETS = {
     "variables": 1154,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 45720
+TESTS_BUDGET = 45747
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

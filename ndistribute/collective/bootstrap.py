@@ -67,6 +67,15 @@ def _identity_of(namespace: str) -> str:
     return "/".join(parts)
 
 
+def start_of(pid: int) -> int | None:
+    """Return when a process was started, in the kernel's clock; None if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessInfo:
     """The rank of a process in its group, and the addresses of it and of rank 0."""

@@ -17,13 +17,12 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ndistribute import errors
-from ndistribute.collective.bootstrap import ProcessInfo, host_identity
+from ndistribute.collective.bootstrap import ProcessInfo, host_identity, start_of
 from ndistribute.collective.membership import (
     Arrival,
     Elastic,
@@ -110,7 +109,7 @@ class Meetings:
         self._timeout, self._silence = timeout, silence_seconds()
         self._credentials = credentials_of(addresses)
         place, pid = addresses[index], os.getpid()
-        process = host_identity(), host_identity({}), pid, _start_of(pid) or 0
+        process = host_identity(), host_identity({}), pid, start_of(pid) or 0
         self.member = Member(task, secrets.token_hex(8), place, *process)
         self._established: Roster | None = None  # The last roster known to be established.
         self._accepted: tuple[Roster, ...] = ()  # Later rosters, which may be established.
@@ -123,12 +122,14 @@ class Meetings:
         # Whether a lower rank, or a job without this process, has answered.
         self._hinted = self._runs = False
         self._loop, self._admits, self._left = 0, False, False
-        options: Any = {"timeout": _REACH_SECONDS, "repeats": False, "replies": _ANSWERS}
-        options |= {"name": task, "purpose": _PURPOSE}
-        self._clients = {each: Client(each, self._credentials, **options) for each in addresses}
+        self._changed = threading.Condition()
+        self._options: Any = {"timeout": _REACH_SECONDS, "repeats": False, "replies": _ANSWERS}
+        self._options |= {"name": task, "purpose": _PURPOSE}
+        self._clients: dict[str, Client] = {}  # By address.
+        for each in addresses:
+            self._client(each)
         self._threads: list[threading.Thread] = []
         self._closing, self._formed = threading.Event(), threading.Event()
-        self._changed = threading.Condition()
         self._server = RpcServer(place, self._credentials, task, {_PURPOSE: self})
 
     def look(self) -> JobStatus | None:
@@ -344,7 +345,7 @@ class Meetings:
         """Return the answer of a coordinator, or None if it no longer answers."""
         arrival = msgspec.structs.replace(arrival, suspects=tuple(self._suspects))
         try:
-            call = self._clients[address].start(arrival, timeout=_REACH_SECONDS)
+            call = self._client(address).start(arrival, timeout=_REACH_SECONDS)
         except errors.DistributeError as error:
             if isinstance(error, errors.AuthenticationError) and not arrival.rosters:
                 raise  # Later it only means that another process has the address.
@@ -547,8 +548,15 @@ class Meetings:
 
     def _ask_at(self, address: str, request: Record) -> JobStatus | None:
         with contextlib.suppress(OSError, errors.DistributeError):  # As for an unknown name.
-            return self._clients[address].call(request)  # type: ignore[no-any-return]
+            return self._client(address).call(request)  # type: ignore[no-any-return]
         return None
+
+    def _client(self, address: str) -> Client:
+        """Return the client of a worker, which may have been added since this process started."""
+        with self._changed:
+            if address not in self._clients:
+                self._clients[address] = Client(address, self._credentials, **self._options)
+            return self._clients[address]
 
     def _run(self, work: Callable[..., None], *args: object) -> None:
         name = f"ndistribute meeting {self._task}"
@@ -559,7 +567,7 @@ class Meetings:
     def _is_gone(self, member: Member) -> bool:
         """Return True if a member has left, or its process on this machine has ended."""
         here = member.machine == self.member.machine
-        if here and member.started and _start_of(member.pid) != member.started:
+        if here and member.started and start_of(member.pid) != member.started:
             self._lose(member.instance)
         return member.instance in self._meeting.gone
 
@@ -589,12 +597,3 @@ def _outside(arrival: Arrival) -> Redirection:
     return Redirection(
         "NotAMember", f"the job continues without {arrival.member.task}, which may join."
     )
-
-
-def _start_of(pid: int) -> int | None:
-    """Return when a process was started, in the kernel's clock; None if it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])

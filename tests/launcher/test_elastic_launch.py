@@ -293,6 +293,35 @@ wait()
         assert job.wait(HANG_SECONDS) == 128 + signal.SIGTERM
 
 
+def test_a_job_grows_and_shrinks_and_its_workers_know_the_new_addresses(tmp_path):
+    path, hosts = tmp_path / "train.py", tmp_path / "hosts.txt"
+    path.write_text("""
+import numpy as np
+import ndistribute as nd
+
+strategy = nd.MultiWorkerMirroredStrategy(elastic=nd.Elastic(min_workers=1, max_workers=3))
+data, seen = nd.Dataset.from_tensor_slices(np.ones(12)).repeat().batch(6), []
+for batch in strategy.elastic(data):
+    strategy.run(lambda x: nd.get_replica_context().all_reduce("sum", x.sum()), args=(batch,))
+    if (count := strategy.num_replicas_in_sync) not in seen[-1:]:
+        seen.append(count)
+        print("workers", count, flush=True)
+    if seen[-1] == 1 and 3 in seen:  # The workers may leave one by one.
+        break
+strategy.close()
+""")
+    hosts.write_text("localhost slots=2\n")
+    limits = ["--min-workers", "1", "--max-workers", "3"]
+    with started("run", "--elastic", "--hosts-file", hosts, *limits, path) as job:
+        wait_for_line(job.stdout, "[0] workers 2")
+        hosts.write_text("localhost slots=3\n")
+        wait_for_line(job.stdout, "[0] workers 3")
+        hosts.write_text("localhost slots=1\n")
+        wait_for_line(job.stdout, "[0] workers 1")
+        assert job.wait(HANG_SECONDS) == 0
+        assert "Error" not in job.stderr.read()
+
+
 def test_failures_of_ssh_are_not_those_of_a_worker(script, tmp_path, fake_ssh):
     ssh = tmp_path / "bin" / "ssh"
     away = 'echo x >> "$0.tries"; [ $(wc -l < "$0.tries") -gt 2 ] || exit 255\n'
