@@ -49,7 +49,27 @@ with strategy.scope():
 -> RuntimeError: set_strategy | inside a strategy's scope
 strategy.close()
 strategy.run(lambda: 1.0)
--> RuntimeError: closed MirroredStrategy | make a new strategy
+-> RuntimeError: closed MirroredStrategy | make a new strategy | load models in its scope
+with strategy.scope():
+    model = nd.Sequential([nd.layers.Dense(1)])
+    model.compile("sgd", "mse")
+strategy.close()
+model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+-> RuntimeError: closed MirroredStrategy | make a new strategy | load models in its scope
+model = nd.Sequential([nd.layers.Dense(1)], name="net")
+with strategy.scope():
+    model.compile("sgd", "mse")
+-> RuntimeError: model 'net' was created for DefaultStrategy | compile | Create or load the model
+model = nd.Sequential([nd.layers.Dense(1)], name="net")
+model.compile("sgd", "mse")
+with strategy.scope():
+    model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+-> RuntimeError: model 'net' was created for DefaultStrategy | fit was called in the scope of Mirr
+with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as earlier, earlier.scope():
+    model = nd.Sequential([nd.layers.Dense(1, input_shape=(2,))], name="net")
+with strategy.scope():
+    model.predict(np.ones((4, 2)))
+-> RuntimeError: model 'net' was created for | predict was called in the scope of Mirr
 pickle.dumps(strategy)
 -> TypeError: MirroredStrategy | cannot be copied or pickled | in each process
 # Steps.

@@ -35,7 +35,7 @@ BUDGETS = {
     "interop": 1137,
     "jit": 1658,
     "launcher": 2115,
-    "models": 7482,
+    "models": 7530,
     "optimizers": 1056,
     "parameter_server": 2196,
     "strategies": 2389,
@@ -45,7 +45,7 @@ BUDGETS = {
     "variables": 1154,
 }
 # The same for the tests as a whole.
-TESTS_BUDGET = 45747
+TESTS_BUDGET = 45818
 # Names that say nothing of what they name.
 VAGUE = {"one", "found", "own", "given"}
 # Classes whose name another one has, as users see it: every other class has a name of its own.

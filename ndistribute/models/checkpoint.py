@@ -428,7 +428,7 @@ def read_newest(path: Path) -> tuple[str, dict[str, Any], Any]:
             if path.exists()
             else ""
         )
-        raise FileNotFoundError(f"there is no checkpoint {path}.{file}")
+        raise FileNotFoundError(f"there is no checkpoint {path.absolute()}.{file}")
     folder = folders[-1] if folders else path
     try:
         saved = tensor_files.read(folder)

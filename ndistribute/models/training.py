@@ -105,7 +105,7 @@ class Trainer(TrainingSteps):
             (x, y, sample_weight), validation_data = parts
         sizes = validation_batch_size or batch_size, validation_steps
         scored = _batches.for_validation(validation_data, *sizes)
-        with self.strategy.scope(), ExitStack() as on_exit:
+        with self._scope("fit"), ExitStack() as on_exit:
             data = _batches.batches_of(x, y, sample_weight, batch_size, shuffle, class_weight)
             distributed = self._distributed(data, steps_per_epoch=steps_per_epoch)
             self._build_from(data)
@@ -195,7 +195,7 @@ class Trainer(TrainingSteps):
         self._check_compiled("evaluate")
         _batches.check_counts(1, steps=steps)
         called = self._callbacks(callbacks, 1, steps, verbose)
-        with self.strategy.scope():
+        with self._scope("evaluate"):
             data = _batches.batches_of(x, y, sample_weight, batch_size)
             self._make_ready(data)
             self.reset_metrics()
@@ -247,8 +247,9 @@ class Trainer(TrainingSteps):
         return self.predict(x, max(1, _batches.rows_of(_batches.as_arrays(x))))
 
     def _on_batch(self, step: str, parts: Any, return_dict: bool, weights: Any = None) -> Any:
-        self._check_compiled(step)
-        with self.strategy.scope():
+        method = step[1:].replace("step", "on_batch")
+        self._check_compiled(method)
+        with self._scope(method):
             rows = max(1, _batches.rows_of(_batches.as_arrays(parts[0])))
             x, y, weight = parts
             data = _batches.batches_of(x, y, weight, rows, class_weight=weights)
@@ -295,7 +296,7 @@ class Trainer(TrainingSteps):
             callbacks: `Callback` objects, the same on every worker.
         """
         strategy, called = self.strategy, self._callbacks(callbacks, 1, steps, verbose)
-        with strategy.scope():
+        with self._scope("predict"):
             data = _batches.batches_of(x, batch_size=batch_size)
             self._make_ready(data)
             parts: list[Any] = []

@@ -18,7 +18,13 @@ import numpy as np
 from ndistribute import optimizers as _optimizers
 from ndistribute import tree
 from ndistribute.autodiff import GradientTape, untrack
-from ndistribute.context import current_trace, get_replica_context, get_strategy
+from ndistribute.context import (
+    current_frame,
+    current_trace,
+    get_replica_context,
+    get_strategy,
+    told_apart,
+)
 from ndistribute.devices import as_array, to_host
 from ndistribute.errors import TracingError
 from ndistribute.jit.function import Function
@@ -102,7 +108,7 @@ class TrainingSteps(Layer):
                 raise TypeError(f"compile got the class {name}: pass an object of it, {name}(...).")
         self._check_jit(jit_compile)
         self._jit_compile, self._parts_of_steps = bool(jit_compile), ()
-        with self.strategy.scope():
+        with self._scope("compile"):
             self.optimizer = _optimizers.get(optimizer)
             halves = any(layer.compute_dtype == np.float16 for layer in self.walk())
             if halves and not isinstance(self.optimizer, _optimizers.LossScale):
@@ -138,6 +144,18 @@ class TrainingSteps(Layer):
         text = f"{self._called} is not compiled: it defines compile, but not compile_from_config."
         warnings.warn(text, stacklevel=4)
         return None
+
+    def _scope(self, method: str) -> Any:
+        """Return the scope of the model's strategy, for a method that the user called."""
+        frame = current_frame()
+        if frame.replica is None and frame.strategy not in (None, self.strategy):
+            made = told_apart(self.strategy, frame.strategy)
+            raise RuntimeError(
+                f"Mixing different strategies: {self._called} was created for {made}, but {method} "
+                f"was called in the scope of {frame.strategy!r}. Create or load the model in that "
+                f"scope, or leave the scope before {method}."
+            )
+        return self.strategy.scope()
 
     def _check_jit(self, jit_compile: bool) -> None:
         kind = type(self.strategy)

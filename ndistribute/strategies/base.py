@@ -38,7 +38,7 @@ from ndistribute.variables.variable import Variable
 
 # How long `run` waits for another thread's `run` of the same strategy.
 TURN_SECONDS = 600.0
-_CLOSED = "cannot be used any more: make a new strategy."
+_CLOSED = "cannot be used any more: make a new strategy, and create or load models in its scope."
 _serials = itertools.count()
 
 S = TypeVar("S", bound="Strategy")

@@ -134,7 +134,10 @@ def test_a_failure_of_an_asynchronous_save_is_logged_and_raised_by_the_next_call
     ("call", "says"),
     [
         (lambda path: Checkpoint(x=3), "x is a int, which a checkpoint cannot save"),
-        (lambda path: Checkpoint(v=nd.Variable(1.0)).restore("nowhere"), "no checkpoint nowhere"),
+        (
+            lambda path: Checkpoint(v=nd.Variable(1.0)).restore("nowhere"),
+            r"no checkpoint /.*nowhere\.$",
+        ),
         (lambda path: CheckpointManager(Checkpoint(), path, 0), "max_to_keep must be 1 or more"),
     ],
 )

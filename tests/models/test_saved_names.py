@@ -65,6 +65,13 @@ def test_a_file_of_keras_is_told_apart_from_none(tmp_path):
         compiled().load_weights(path)
 
 
+def test_an_absent_file_is_named_with_the_folder_that_was_searched(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError) as error:
+        nd.models.load("nofile.keras")
+    assert str(error.value) == f"there is no checkpoint {tmp_path / 'nofile.keras'}."
+
+
 def test_a_model_is_saved_without_its_optimizer(tmp_path):
     model = compiled()
     model.fit(X, Y, verbose=0)

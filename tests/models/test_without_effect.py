@@ -100,6 +100,58 @@ def test_fit_takes_no_loss_of_another_reduction(reduction):
         model.compile("sgd", losses.MeanSquaredError(reduction=reduction))
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("method", ["fit", "predict"])
+def test_a_layer_to_train_that_each_call_creates_is_refused(replicas, method):
+    class Creating(nd.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = layers.Dense(3)
+
+        def call(self, x):
+            return layers.Dense(2)(self.inner(x))
+
+    with nd.MirroredStrategy([f"cpu:{k}" for k in range(replicas)]) as strategy, strategy.scope():
+        model = Creating()
+        model.compile("sgd", "mse")
+        with pytest.raises(ValueError, match=r"Dense layer was created inside call.* in __init__"):
+            getattr(model, method)(*(X, Y)[: 2 if method == "fit" else 1])
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_call_may_create_layers_without_variables(replicas):
+    class Flat(nd.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = layers.Dense(2)
+
+        def call(self, x):
+            return self.inner(layers.Dropout(0.1)(layers.Flatten()(x)))
+
+    with nd.MirroredStrategy([f"cpu:{k}" for k in range(replicas)]) as strategy, strategy.scope():
+        model = Flat()
+        model.compile("sgd", "mse")
+        before = model(X)
+        model.fit(X, Y, verbose=0)
+        assert not np.array_equal(model(X), before)
+        assert len(model.variables) == 2
+
+
+def test_the_first_call_may_create_a_layer_that_the_model_keeps():
+    class Late(nd.Model):
+        inner = None
+
+        def call(self, x):
+            if self.inner is None:
+                self.inner = layers.Dense(2)
+            return self.inner(x)
+
+    model = Late()
+    model.compile("sgd", "mse")
+    model.fit(X, Y, verbose=0)
+    assert len(model.trainable_variables) == 2
+
+
 def test_build_makes_the_variables_of_all_layers():
     with nd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
         with strategy.scope():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from ndistribute.models.masks import with_mask_of
 from ndistribute.names import snake_case
 
 Pair = int | Sequence[int]
+T = TypeVar("T")
 
 
 def dropout_factors(like: Any, shape: Sequence[int], rate: float) -> Any:
@@ -70,9 +73,13 @@ def rate_of(rate: float, what: str) -> float:
 
 def positive(value: int, what: str) -> int:
     """Return an integer, which must be 1 or more."""
-    if isinstance(value, bool) or int(value) != value or value < 1:
+    try:
+        number = 0 if isinstance(value, bool) else int(value)
+    except (OverflowError, TypeError, ValueError):  # Such as for "relu", None and infinity.
+        number = 0
+    if number < 1 or number != value:
         raise ValueError(f"{what} must be an integer, 1 or more, got {value!r}.")
-    return int(value)
+    return number
 
 
 def lengths(value: Pair, what: str, rank: int) -> tuple[int, ...]:
@@ -160,3 +167,43 @@ def example_of(shape: Any, dtype: np.dtype[Any]) -> Any:
 def lengths_of(batch: Any) -> list[tuple[int, ...]]:
     """Return the lengths of the arrays of a nest on all axes but the first."""
     return [array.shape[1:] for array in tree.flatten(batch)]
+
+
+def once(make: Callable[[], T]) -> T:
+    """Call a function that makes variables; inside `run`, once for all replicas, which wait.
+
+    All replicas of this process return its result.
+    """
+    replica = get_replica_context()
+    if replica is None or replica.num_replicas_in_sync == 1:
+        return make()
+    with replica.communicator.uncounted():  # A worker that joins later builds later.
+        return replica.merge_call(lambda _: make())  # type: ignore[no-any-return]
+
+
+def made_in_call(layer: Any) -> str:
+    """Return the error for a layer whose variables no model keeps."""
+    return (
+        f"{layer.name}: this {type(layer).__name__} layer was created inside call, so each call "
+        "creates new variables, which fit does not train. Create the layer in __init__, as an "
+        "attribute such as self.dense, and use the attribute in call."
+    )
+
+
+def empty_like(value: Any) -> np.ndarray[Any, Any]:
+    """Return an array without examples, of the shape and dtype of a batch."""
+    dtype = getattr(value, "dtype", None) or np.asarray(value).dtype
+    return np.zeros((0, *np.shape(value)[1:]), dtype)
+
+
+@functools.cache
+def taken_by(call: Callable[..., Any]) -> tuple[str, bool | None, bool]:
+    """Return the name of the first argument of a `call`, and last whether it takes a mask.
+
+    Between these, return the default of `training`; None if it does not take it.
+    """
+    parameters = inspect.signature(call).parameters
+    training = False if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else None
+    if "training" in parameters:
+        training = parameters["training"].default is True
+    return [*parameters, "", ""][1], training, "mask" in parameters

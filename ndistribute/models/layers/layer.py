@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,10 +25,14 @@ from ndistribute.models.layers.arguments import (
     cast_floats,
     check_axes,
     dtypes_of,
+    empty_like,
     example_of,
     lengths_of,
+    made_in_call,
     numbered,
     on_device,
+    once,
+    taken_by,
 )
 from ndistribute.models.losses import global_count
 from ndistribute.models.masks import attach_mask, mask_of, with_mask_of
@@ -138,6 +141,8 @@ class Layer(Explaining):
         **options: Any,
     ) -> None:
         self.name = numbered(type(self).__name__) if name is None else name
+        if _calls.nested:
+            _calls.made.append(self)
         self.trainable = trainable
         self.activity_regularizer = regularizers.get(activity_regularizer)
         if input_dim is not None:
@@ -235,7 +240,7 @@ class Layer(Explaining):
                 this one; without such a layer, the default of `call`, or False.
             kwargs: passed to `call`; if `call` has a keyword `mask`, it gets the mask of the input.
         """
-        first, otherwise, takes_mask = _taken_by(type(self).call)
+        first, otherwise, takes_mask = taken_by(type(self).call)
         if not args and first in kwargs:
             args = (kwargs.pop(first),)
         inputs = args[0] if args else None
@@ -252,9 +257,8 @@ class Layer(Explaining):
             args = (on_device(args[0]), *args[1:])
         if not self.built or self.fixes_last_axis:
             self._prepare(args)
-        if not outer[0] and _calls.added:
-            layers = list(self.walk())
-            _calls.added = [each for each in _calls.added if each[0] not in layers]
+        if not outer[0]:
+            _calls.begin(self)
         _calls.nested = True
         _calls.training = outer[1] if training is None else bool(training)
         try:
@@ -273,6 +277,13 @@ class Layer(Explaining):
             return outputs
         finally:
             _calls.nested, _calls.training = outer
+
+    def _refuse_made(self) -> None:
+        """Raise a `ValueError` if a call made layers to train that this layer does not hold."""
+        held, made, _calls.made = [*self.walk()], _calls.made, []
+        for layer in made:
+            if layer not in held and layer.built and layer.trainable_variables:
+                raise ValueError(made_in_call(layer))
 
     def _called_on_symbols(self, args: Any, training: bool | None, kwargs: Any) -> Any:
         """Return symbolic outputs for symbolic inputs, or tensors for tensors of a graph."""
@@ -329,7 +340,12 @@ class Layer(Explaining):
         return Variable(lambda: make(shape, dtype), trainable, path, *kind)
 
     def _returned(self, outputs: Any, like: Any) -> Any:
-        """Return outputs as an array type with more methods, if the input was of such a type."""
+        """Return outputs as an array type with more methods, if the input was of such a type.
+
+        The call must not have made layers to train that this layer does not hold.
+        """
+        if _calls.made:
+            self._refuse_made()
         like = like[0] if isinstance(like, (tuple, list)) and like else like
         if not (isinstance(like, np.ndarray) and hasattr(like, "numpy")):
             return outputs
@@ -419,7 +435,7 @@ class Layer(Explaining):
         if aggregation not in ("mean", None):
             raise ValueError(f"add_metric: aggregation must be 'mean', got {aggregation!r}.")
         if name not in self._means:
-            _once(lambda: self._means.setdefault(name, Mean(name)))
+            once(lambda: self._means.setdefault(name, Mean(name)))
         self._means[name].update_state(value)
 
     def _held_metrics(self) -> list[Metric]:
@@ -507,9 +523,9 @@ class Layer(Explaining):
     def _build_once(self, args: Sequence[Any]) -> None:
         """Create the variables; inside `run`, once for all replicas, which wait for it."""
 
-        def build() -> None:
+        def build() -> bool:
             if self.built:
-                return
+                return bool(self.variables)
             attributes = vars(self).items()
             self._refuse_uncalled(name for name, value in attributes if value is not None)
             self._builds = True
@@ -517,10 +533,12 @@ class Layer(Explaining):
                 self.build(tree.map_leaves(np.shape, args[0]) if args else None)
             finally:
                 del self._builds
-            self.input_spec = tree.map_leaves(_empty_like, args[0]) if args else None
+            self.input_spec = tree.map_leaves(empty_like, args[0]) if args else None
             self.built = True
+            return bool(self.variables)
 
-        _once(build)
+        if once(build) and not self.built:  # Another replica has called another layer.
+            raise ValueError(made_in_call(self))
 
 
 def shapes_of(nest: Any) -> Any:
@@ -559,16 +577,6 @@ def set_dtype_policy(policy: Any) -> None:
     Layer.policy = policy
 
 
-def _once(make: Callable[[], Any]) -> None:
-    """Call a function that makes variables; inside `run`, once for all replicas, which wait."""
-    replica = get_replica_context()
-    if replica is None or replica.num_replicas_in_sync == 1:
-        make()
-    else:
-        with replica.communicator.uncounted():  # A worker that joins later builds later.
-            replica.merge_call(lambda _: make())
-
-
 class _Calls(threading.local):
     """The state of a thread: whether the current call is in training, and the added losses."""
 
@@ -577,24 +585,14 @@ class _Calls(threading.local):
 
     def __init__(self) -> None:
         self.added: list[tuple[Layer, Any]] = []
+        self.made: list[Layer] = []  # Created since the outermost call began.
+
+    def begin(self, layer: Layer) -> None:
+        """Forget what earlier calls of a layer added or made."""
+        self.made = []
+        if self.added:
+            layers = list(layer.walk())
+            self.added = [each for each in self.added if each[0] not in layers]
 
 
 _calls = _Calls()
-
-
-@functools.cache
-def _taken_by(call: Callable[..., Any]) -> tuple[str, bool | None, bool]:
-    """Return the name of the first argument of a `call`, and last whether it takes a mask.
-
-    Between these, return the default of `training`; None if it does not take it.
-    """
-    parameters = inspect.signature(call).parameters
-    training = False if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else None
-    if "training" in parameters:
-        training = parameters["training"].default is True
-    return [*parameters, "", ""][1], training, "mask" in parameters
-
-
-def _empty_like(value: Any) -> np.ndarray[Any, Any]:
-    dtype = getattr(value, "dtype", None) or np.asarray(value).dtype
-    return np.zeros((0, *np.shape(value)[1:]), dtype)
